@@ -1,0 +1,52 @@
+"""Neural networks stored as random-code indices: hundreds of times smaller.
+
+Names are loaded on first use, so that `tfmiracle.decoder` needs NumPy only.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "BlockPosterior": "posterior",
+    "CompressionCallback": "callbacks",
+    "CompressionResult": "compression",
+    "FileFormatError": "miracle_file",
+    "MeanKL": "bijectors",
+    "MeanKLConv1D": "layers",
+    "MeanKLConv1DTranspose": "layers",
+    "MeanKLConv2D": "layers",
+    "MeanKLConv2DTranspose": "layers",
+    "MeanKLConv3D": "layers",
+    "MeanKLConv3DTranspose": "layers",
+    "MeanKLDense": "layers",
+    "MeanKLDepthwiseConv1D": "layers",
+    "MeanKLDepthwiseConv2D": "layers",
+    "MeanKLEinsumDense": "layers",
+    "MeanKLEmbedding": "layers",
+    "MeanKLSeparableConv1D": "layers",
+    "MeanKLSeparableConv2D": "layers",
+    "MinimalRandomCoder": "coder",
+    "MiracleFile": "miracle_file",
+    "PAPER": "recipe",
+    "Recipe": "recipe",
+    "VariationalModel": "models",
+    "WeightLayout": "layout",
+    "compress": "compression",
+    "decode": "decoder",
+    "load": "network",
+}
+
+__all__ = [*_MODULE_OF, "__version__"]
+
+
+def __getattr__(name):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

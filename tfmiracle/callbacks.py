@@ -1,0 +1,212 @@
+"""Coding the posterior of a model, block by block, while it is fine-tuned."""
+
+import os
+import time
+
+import keras
+import numpy as np
+
+from tfmiracle import miracle_file
+from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle.decoder import decode
+from tfmiracle.models import plain_weights, posteriors
+from tfmiracle.network import build_network, plain_architecture, to_file
+
+
+class CompressionCallback(keras.callbacks.Callback):
+    """Codes a model during `fit` and writes its `.miracle` file (Havasi et al. 2019).
+
+    After `train_steps` steps of plain training the coding scales are fixed; then
+    rounds alternate with fine-tuning: a round codes the next `blocks_per_round` blocks
+    and fixes them to what the decoder will produce, `finetune_steps` steps adapt the
+    blocks that are left. When the last block is coded, the file is written, decoded
+    and compared, and training stops. If `fit` ends before (epochs used up, early
+    stopping), the remaining blocks are coded at once, without fine-tuning; a run that
+    is interrupted writes nothing, and goes on from the blocks already coded in the
+    next `fit`.
+
+    Give `fit` enough epochs: `steps_needed(model)` steps.
+
+    Args:
+      filepath: the file to write.
+      blocks_per_round: number of blocks coded between two stretches of fine-tuning.
+      finetune_steps: number of steps between two rounds (100 in the paper, for rounds
+        of one block). With `steps_per_execution`, the next multiple of it.
+      train_steps: number of steps before the first round.
+      selection: "sample" chooses the candidate with probability proportional to its
+        importance weight (the paper's rule); "largest_weight" takes the best, which is
+        more accurate at the same number of bits.
+      overwrite: whether an existing file may be replaced.
+      metadata: further entries for the file's metadata; anything JSON can say.
+      verbose: 0 for silence, 1 for a progress bar over blocks where `fit` itself shows
+        none (`verbose=0`).
+
+    Attributes:
+      history: one dict a round: "step", "blocks" coded so far, mean and largest
+        "kl_bits" of the round's blocks, mean "log_weight" and "log_evidence" in nats
+        (see `MinimalRandomCoder.encode`), "seconds" since the start, and the running
+        logs of `fit` (loss and metrics).
+      file: the `MiracleFile` written, or None.
+      file_bytes: its size.
+    """
+
+    def __init__(
+        self,
+        filepath: str | os.PathLike,
+        blocks_per_round: int = 1,
+        finetune_steps: int = 100,
+        train_steps: int = 0,
+        selection: str = "sample",
+        overwrite: bool = False,
+        metadata: dict | None = None,
+        verbose: int = 1,
+    ):
+        super().__init__()
+        for name, value, least in (
+            ("blocks_per_round", blocks_per_round, 1),
+            ("finetune_steps", finetune_steps, 0),
+            ("train_steps", train_steps, 0),
+        ):
+            if not (isinstance(value, int) and value >= least):
+                raise ValueError(
+                    f"`{name}` must be an integer of at least {least}. "
+                    f"Received: {name}={value}"
+                )
+        self.filepath = os.fspath(filepath)
+        self.blocks_per_round = blocks_per_round
+        self.finetune_steps = finetune_steps
+        self.train_steps = train_steps
+        self.selection = selection
+        self.overwrite = overwrite
+        self.metadata = dict(metadata or {})
+        self.verbose = verbose
+        self.history = []
+        self.file = None
+        self.file_bytes = None
+        miracle_file.check_output(self.filepath, overwrite)
+
+    def steps_needed(self, model: keras.Model) -> int:
+        """Number of training steps until all blocks of `model` are coded."""
+        todo = sum(int(np.sum(~posterior.fixed)) for posterior, _ in posteriors(model))
+        rounds = -(-todo // self.blocks_per_round)
+        return self.train_steps + max(rounds - 1, 0) * self.finetune_steps
+
+    def on_train_begin(self, logs=None):
+        parts = posteriors(self.model)
+        if not parts:
+            raise ValueError(
+                f"{self.model.name!r} has nothing to code. Wrap it in "
+                "`tfmiracle.VariationalModel`, or build it from layers such as "
+                "MeanKLDense."
+            )
+        # What would make the file unreadable shows now and not after the training.
+        net = build_network(plain_architecture(self.model))
+        here, there = plain_weights(self.model), net.weights
+        if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
+            raise ValueError(
+                f"{self.model.name!r} rebuilt from its configuration has other weights "
+                "than it has now. Its layers must create all weights in `build`."
+            )
+        self._coders = [
+            MinimalRandomCoder(
+                posterior.block_bits,
+                posterior.layout.seed,
+                posterior.codebook,
+                self.selection,
+            )
+            for posterior, _ in parts
+        ]
+        self._posteriors = [posterior for posterior, _ in parts]
+        # A list of (posterior, block), in the order of coding.
+        self._todo = [
+            (p, block)
+            for p, posterior in enumerate(self._posteriors)
+            for block in np.flatnonzero(~posterior.fixed)
+        ]
+        self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
+        self._steps_before_epoch = self._step = 0
+        started = len(self._todo) < self._num_blocks
+        self._next_round = self.finetune_steps if started else self.train_steps
+        self._start = time.monotonic()
+        self._bar = None
+        if self.verbose and not self.params.get("verbose"):
+            self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
+        if not self._todo:
+            self._finish()
+        elif not self._next_round:
+            self._round(logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._step = self._steps_before_epoch + batch + 1
+        if self._todo and self._step >= self._next_round:
+            self._round(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._steps_before_epoch = self._step
+        if logs is not None:
+            logs["coded_blocks"] = self._num_blocks - len(self._todo)
+
+    def on_train_end(self, logs=None):
+        while self._todo:
+            self._round(logs)
+
+    def _round(self, logs):
+        now, self._todo = (
+            self._todo[: self.blocks_per_round],
+            self._todo[self.blocks_per_round :],
+        )
+        self._next_round = self._step + self.finetune_steps
+        kl, weight, evidence = [], [], []
+        for p in dict.fromkeys(p for p, _ in now):
+            posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
+            posterior.finalize_coding_scale()
+            loc, log_ratio = posterior.standardized(blocks)
+            coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
+            posterior.fix(blocks, coded.indices)
+            kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
+            weight.append(coded.log_weight)
+            evidence.append(coded.log_evidence)
+        done = self._num_blocks - len(self._todo)
+        kl = np.concatenate(kl)
+        logs = {k: float(v) for k, v in (logs or {}).items()}
+        self.history.append(
+            {
+                "step": self._step,
+                "blocks": done,
+                "kl_bits": float(np.mean(kl)),
+                "max_kl_bits": float(np.max(kl)),
+                "log_weight": float(np.mean(np.concatenate(weight))),
+                "log_evidence": float(np.mean(np.concatenate(evidence))),
+                "seconds": time.monotonic() - self._start,
+                **logs,
+            }
+        )
+        if self._bar:
+            self._bar.update(done, list(logs.items()))
+        if not self._todo:
+            self._finish()
+
+    def _finish(self):
+        self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
+        self._verify(self.file.to_bytes())
+        self.file_bytes = self.file.write(self.filepath, self.overwrite)
+        self.model.stop_training = True
+
+    def _verify(self, data):
+        """Decodes the bytes of the file and compares them with the model, exactly."""
+        expected = {
+            id(v): keras.ops.convert_to_numpy(value)
+            for posterior, variables in posteriors(self.model)
+            for v, value in zip(variables, posterior(training=False), strict=True)
+        }
+        decoded = decode(data).weights.values()
+        for variable, value in zip(plain_weights(self.model), decoded, strict=True):
+            right = expected.get(id(variable))
+            if right is None:
+                right = keras.ops.convert_to_numpy(variable)
+            if not np.array_equal(value, right.astype(value.dtype), equal_nan=True):
+                raise RuntimeError(
+                    f"{self.filepath} would not decode to the coded weights of "
+                    f"{variable.path}; it has not been written. This is a defect of "
+                    "tfmiracle or of the machine: please report it."
+                )

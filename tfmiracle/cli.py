@@ -1,0 +1,505 @@
+"""The command line: `tfmiracle compress | evaluate | info | decode | export`.
+
+Every command has its own absl flags, so that a flag of another command is an error;
+`--flagfile=FILE` reads flags from a file. Results go to standard output, everything
+else to standard error. Exit status: 0 done, 2 bad input, 1 a defect.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+from absl import flags
+
+from tfmiracle import __version__
+from tfmiracle.datasets import Dataset, load_dataset
+from tfmiracle.decoder import decode
+from tfmiracle.miracle_file import MiracleFile, check_output, write_atomically
+from tfmiracle.recipe import Recipe
+
+_DATA_HELP = (
+    "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
+    "x_train, y_train, x_test and y_test."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A sub-command: what it does, its positional argument, flags and function."""
+
+    help: str
+    argument: str | None
+    define: Callable[[flags.FlagValues], None]
+    run: Callable[..., dict]
+    show: Callable[[dict], str]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command line and returns its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print("tfmiracle: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if os.environ.get("TFMIRACLE_TRACEBACK"):
+            raise
+        text = " ".join(str(error).split())
+        if isinstance(error, ValueError | OSError | flags.Error):
+            print(f"tfmiracle: {text}", file=sys.stderr)
+            return 2
+        print(
+            f"tfmiracle: unexpected {type(error).__name__}: {text} "
+            "(set TFMIRACLE_TRACEBACK=1 to see where)",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _run(argv):
+    if argv in (["--version"], ["version"]):
+        print(__version__)
+        return 0
+    if not argv or argv[0] in ("help", "-h", "--help"):
+        print(_usage())
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        raise ValueError(
+            f"there is no command {name!r}; use one of {', '.join(COMMANDS)}"
+        )
+    command = COMMANDS[name]
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=values)
+    flags.DEFINE_bool(
+        "help", False, "Show this help.", short_name="h", flag_values=values
+    )
+    command.define(values)
+    positional = values(["tfmiracle", *rest])[1:]
+    if values.help:
+        argument = f" {command.argument}" if command.argument else ""
+        print(f"tfmiracle {name}{argument} [flags]: {command.help}\n")
+        print(values.main_module_help() or values.get_help())
+        return 0
+    if len(positional) != bool(command.argument):
+        raise ValueError(
+            f"{name} takes {f'one {command.argument}' if command.argument else 'flags'}"
+            f" and no more; received {positional}"
+        )
+    # TensorFlow tells about missing GPUs unless it is asked not to.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with contextlib.redirect_stdout(sys.stderr):
+        result = command.run(values, *positional)
+    print(json.dumps(result) if values.json else command.show(result))
+    return 0
+
+
+def _usage():
+    lines = ["tfmiracle: compress neural networks by minimal random code learning", ""]
+    for name, command in COMMANDS.items():
+        argument = command.argument or ""
+        lines.append(f"  tfmiracle {name} {argument}".ljust(30) + command.help)
+    lines += ["", "`tfmiracle COMMAND --help` lists the flags of a command."]
+    return "\n".join(lines)
+
+
+# compress
+
+
+def _define_compress(values):
+    string, floating = _definers(values)
+    string("data", None, _DATA_HELP)
+    string("output", None, "The .miracle file to write.")
+    string(
+        "model",
+        "lenet5",
+        "'lenet5' or 'digits_cnn', trained from scratch, or the path of a compiled, "
+        "trained .keras file.",
+    )
+    string("target", None, "Size of the file: '3.3 kB', '500x' or '0.06 bits'.")
+    floating(
+        "validation_fraction",
+        0.0,
+        "Hold out this last part of the training set and report errors on it instead "
+        "of the test set, for choosing settings.",
+    )
+    flags.DEFINE_list(
+        "hashing",
+        [],
+        "Hash factors of variables, as in conv2/kernel:2,dense1/kernel:64.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "stored",
+        [],
+        "Patterns of variables to store instead of coding them, as in */bias.",
+        flag_values=values,
+    )
+    _define_overwrite(values)
+    helps = dict(re.findall(r"^      (\w+): ((?:.|\n {8})*)", Recipe.__doc__, re.M))
+    for field in dataclasses.fields(Recipe):
+        define = {
+            "int": flags.DEFINE_integer,
+            "float": flags.DEFINE_float,
+            "float | None": flags.DEFINE_float,
+            "bool": flags.DEFINE_bool,
+            "str": flags.DEFINE_string,
+        }[field.type if isinstance(field.type, str) else _name(field.type)]
+        text = " ".join(helps[field.name].split())
+        define(field.name, field.default, text, flag_values=values)
+
+
+def _name(annotation):
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _compress(values):
+    for name in ("data", "output"):
+        if values[name].value is None:
+            raise flags.Error(f"--{name} is missing")
+    check_output(values.output, values.overwrite)
+    recipe = Recipe(
+        **{f.name: values[f.name].value for f in dataclasses.fields(Recipe)}
+    )
+    data = load_dataset(values.data)
+    if values.validation_fraction:
+        data = data.hold_out(values.validation_fraction)
+    start = time.monotonic()
+    net = _network(values.model, data, recipe.seed)
+
+    from tfmiracle.compression import compress
+
+    result = compress(
+        net,
+        (data.x_train, data.y_train),
+        values.target,
+        values.output,
+        recipe,
+        hashing=_hashing(values.hashing),
+        stored=values.stored,
+        metrics=["accuracy"],
+        validation_data=(data.x_test, data.y_test),
+        overwrite=values.overwrite,
+    )
+    errors = {stage: _error(m) for stage, m in result.stages.items()}
+    before = "warmup" if recipe.warmup_steps else "original"
+    if before == "original" and values.model in _architectures():
+        before = "posterior_mean"  # there was no trained network
+    return {
+        "error": errors["decoded"],
+        "error_before": errors[before],
+        "errors": errors,
+        "evaluated_on": "validation" if values.validation_fraction else "test",
+        **_sizes(result.file, result.file_bytes),
+        "seconds": round(time.monotonic() - start, 1),
+        "output": values.output,
+        "history": result.history,
+    }
+
+
+def _network(name, data, seed):
+    import keras
+
+    architectures = _architectures()
+    if name in architectures:
+        keras.utils.set_random_seed(seed % 2**32)
+        net = architectures[name](data.x_train.shape[1:], data.num_classes)
+        net.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    elif os.path.exists(name):
+        net = keras.saving.load_model(name)
+        if getattr(net, "loss", None) is None:
+            raise ValueError(
+                f"{name} is not compiled, so its loss is unknown; compile it with a "
+                "loss for integer labels before saving it"
+            )
+    else:
+        raise ValueError(
+            f"there is no model {name!r}: use {', '.join(architectures)} or the path "
+            "of a .keras file"
+        )
+    _check_fit(net, data)
+    return net
+
+
+def _architectures():
+    from tfmiracle.architectures import ARCHITECTURES
+
+    return ARCHITECTURES
+
+
+def _check_fit(net, data: Dataset):
+    expected, found = tuple(net.input_shape[1:]), data.x_test.shape[1:]
+    if len(expected) != len(found) or any(
+        e not in (None, f) for e, f in zip(expected, found)
+    ):
+        raise ValueError(
+            f"the network takes inputs of shape {expected}, but the data set has "
+            f"{found}"
+        )
+    outputs = net.output_shape[-1]
+    if len(net.output_shape) != 2 or outputs < data.num_classes:
+        raise ValueError(
+            f"the network's output of shape {net.output_shape} cannot tell the "
+            f"{data.num_classes} classes of the data set apart"
+        )
+
+
+def _hashing(items):
+    hashing = {}
+    for item in items:
+        pattern, separator, factor = item.rpartition(":")
+        if not separator or not factor.isdigit() or int(factor) < 1:
+            raise ValueError(
+                f"--hashing has {item!r}; write PATTERN:FACTOR, as in dense1/kernel:64"
+            )
+        hashing[pattern] = int(factor)
+    return hashing
+
+
+def _error(metrics):
+    accuracy = metrics.get("accuracy")
+    return None if accuracy is None else round(1 - float(accuracy), 6)
+
+
+def _sizes(file: MiracleFile, file_bytes):
+    groups = file.groups
+
+    def common(values):
+        values = list(values)
+        return values[0] if len(set(values)) == 1 else values
+
+    return {
+        "file_bytes": file_bytes,
+        "payload_bytes": file.payload_bytes,
+        "float32_bytes": file.float32_bytes,
+        "ratio": round(file.float32_bytes / file_bytes, 1),
+        "payload_ratio": round(file.float32_bytes / max(file.payload_bytes, 1), 1),
+        "weights": file.num_weights,
+        "effective_weights": sum(g.layout.num_effective for g in groups),
+        "blocks": sum(g.layout.num_blocks for g in groups),
+        "block_size": common(g.layout.block_size for g in groups),
+        "block_bits": common(g.block_bits for g in groups),
+        "kl_bits": common(file.metadata.get("kl_bits", [None])),
+        "codebook": common(g.codebook for g in groups),
+        "selection": file.metadata.get("selection"),
+    }
+
+
+def _show_sizes(r):
+    return (
+        f"{r['file_bytes']:,} bytes, of which {r['payload_bytes']:,} are indices: "
+        f"{r['ratio']:g}x smaller than {r['weights']:,} float32 weights "
+        f"({r['payload_ratio']:g}x counting indices only)\n"
+        f"{r['blocks']:,} blocks of {r['block_size']} weights, "
+        f"{r['block_bits']} bits each"
+    )
+
+
+def _show_compress(r):
+    return (
+        f"error before {r['error_before']:.2%}, after {r['error']:.2%} "
+        f"({r['evaluated_on']} set)\n{r['output']}: {_show_sizes(r)}\n"
+        f"{r['seconds']:.0f} seconds"
+    )
+
+
+# evaluate, info, decode, export
+
+
+def _define_evaluate(values):
+    _definers(values)[0]("data", None, _DATA_HELP)
+
+
+def _evaluate(values, path):
+    if values.data is None:
+        raise flags.Error("--data is missing")
+    file = MiracleFile.read(path)
+    data = load_dataset(values.data)
+
+    from tfmiracle.network import to_network
+
+    net = to_network(decode(file))
+    _check_fit(net, data)
+    logits = net.predict(data.x_test, batch_size=500, verbose=0)
+    wrong = np.argmax(logits, -1) != data.y_test
+    return {
+        "error": round(float(np.mean(wrong)), 6),
+        "examples": len(wrong),
+        **_sizes(file, os.path.getsize(path)),
+    }
+
+
+def _info(values, path):
+    file = MiracleFile.read(path)
+    variables = []
+    stored = iter(file.stored)
+    for name, place in zip(file.names, file.coded, strict=True):
+        if place is None:
+            value = next(stored)
+            row = {
+                "shape": list(value.shape),
+                "treatment": f"stored as {value.dtype.name}",
+                "bits": 8 * value.nbytes,
+            }
+        else:
+            group = file.groups[place[0]]
+            v = group.layout.variables[place[1]]
+            bits = v.effective_size * group.block_bits / group.layout.block_size
+            row = {
+                "shape": list(v.shape),
+                "treatment": f"coded, hashed x{v.hash_factor}"
+                if v.hash_factor > 1
+                else "coded",
+                "bits": round(bits, 1),
+            }
+        variables.append({"name": name, **row})
+    return {
+        **_sizes(file, os.path.getsize(path)),
+        "variables": variables,
+        "metadata": file.metadata,
+    }
+
+
+def _show_info(r):
+    rows = [("variable", "shape", "treatment", "bits")] + [
+        (v["name"], "x".join(map(str, v["shape"])), v["treatment"], f"{v['bits']:,.0f}")
+        for v in r["variables"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    table = "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    )
+    return f"{_show_sizes(r)}\n\n{table}\n\n{json.dumps(r['metadata'])}"
+
+
+def _define_output(values):
+    _definers(values)[0]("output", None, "What to write.")
+    _define_overwrite(values)
+
+
+def _define_overwrite(values):
+    flags.DEFINE_bool(
+        "overwrite", False, "Replace what exists under that name.", flag_values=values
+    )
+
+
+def _output(values):
+    if values.output is None:
+        raise flags.Error("--output is missing")
+    return values.output
+
+
+def _decode(values, path):
+    output = _output(values)
+    check_output(output, values.overwrite)
+    weights = decode(path).weights
+    buffer = io.BytesIO()
+    # Positional names would clash with those of savez; a mapping cannot.
+    np.savez(buffer, **weights)
+    write_atomically(output, buffer.getvalue(), values.overwrite)
+    return {
+        "output": output,
+        "variables": len(weights),
+        "weights": sum(w.size for w in weights.values()),
+    }
+
+
+def _define_export(values):
+    _define_output(values)
+    flags.DEFINE_enum(
+        "format",
+        "saved_model",
+        ["saved_model", "keras", "litert"],
+        "What to export to.",
+        flag_values=values,
+    )
+
+
+def _export(values, path):
+    output = pathlib.Path(_output(values))
+    if values.format == "keras" and output.suffix != ".keras":
+        raise ValueError(f"--output is {str(output)!r}; Keras wants a name in .keras")
+    if values.format != "saved_model" or not (output.is_dir() and values.overwrite):
+        check_output(output, values.overwrite)
+
+    from tfmiracle.network import load
+
+    model = load(path)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
+        made = pathlib.Path(folder) / output.name
+        if values.format == "keras":
+            model.save(made)
+        elif values.format == "litert":
+            model.export(made, format="litert", verbose=False)
+        else:
+            model.export(made, format="tf_saved_model", verbose=False)
+        if output.is_dir():
+            shutil.rmtree(output)
+        os.replace(made, output)
+    size = sum(f.stat().st_size for f in [output, *output.rglob("*")] if f.is_file())
+    return {"output": str(output), "format": values.format, "bytes": size}
+
+
+def _show_written(r):
+    return f"wrote {r['output']}"
+
+
+def _definers(values):
+    def string(name, default, text):
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+    def floating(name, default, text):
+        flags.DEFINE_float(name, default, text, flag_values=values)
+
+    return string, floating
+
+
+COMMANDS = {
+    "compress": Command(
+        "Train a network under a budget, code it and write its file.",
+        None,
+        _define_compress,
+        _compress,
+        _show_compress,
+    ),
+    "evaluate": Command(
+        "Decode a file and report its error on a test set.",
+        "FILE",
+        _define_evaluate,
+        _evaluate,
+        lambda r: f"error {r['error']:.2%} of {r['examples']:,}\n{_show_sizes(r)}",
+    ),
+    "info": Command(
+        "Tell what a file holds.", "FILE", lambda values: None, _info, _show_info
+    ),
+    "decode": Command(
+        "Write the decoded weights as an .npz file.",
+        "FILE",
+        _define_output,
+        _decode,
+        _show_written,
+    ),
+    "export": Command(
+        "Export the decoded network as a SavedModel, .keras or LiteRT file.",
+        "FILE",
+        _define_export,
+        _export,
+        _show_written,
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Codebooks: the candidate weights of a block as a function of seed, block and index.
+
+A candidate is addressed, never stored: decoding an index computes that one candidate.
+Values are exact. A random 16-bit integer selects one of 65536 tabulated quantiles of
+the standard normal distribution, so no logarithm or cosine, which round differently
+from one library to the next, ever touches a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import numpy as np
+
+from tfmiracle.philox import (
+    Domain,
+    as_uint32,
+    permutation,
+    philox4x32,
+    signs,
+    split_seed,
+)
+
+TABLE_SIZE = 1 << 16
+PER_CALL = 8  # normals from one Philox call: two 16-bit table indices in each word
+
+_CHUNK = 1 << 14  # Philox calls at a time, and 8 as many normals
+
+
+@functools.cache
+def normal_quantiles() -> np.ndarray:
+    """Returns the quantiles of N(0, 1) at (i + 1/2) / 65536, i = 0 ... 65535.
+
+    They are rounded to multiples of 2**-20, hence exact in float32, and antisymmetric.
+    No quantile lies within 1e-12 of a rounding boundary: every routine accurate to
+    that yields the same table, bit for bit.
+
+    Returns:
+      float32 `[65536]`, increasing, read-only.
+    """
+    inv_cdf = statistics.NormalDist().inv_cdf
+    half = np.array([inv_cdf((i + 0.5) / TABLE_SIZE) for i in range(TABLE_SIZE // 2)])
+    half = np.rint(half * 2.0**20) / 2.0**20
+    table = np.concatenate([half, -half[::-1]]).astype(np.float32)
+    table.flags.writeable = False
+    return table
+
+
+def normals(
+    seed: int,
+    domain: Domain | int,
+    streams: np.ndarray,
+    indices: np.ndarray,
+    block_size: int,
+) -> np.ndarray:
+    """Returns the normals at the addresses (streams[n], indices[n]).
+
+    Philox at counter (index, g, stream, domain) gives dimensions 8g to 8g + 7: each of
+    its four words gives two positions in the table, the low half first.
+
+    Args:
+      seed: an unsigned 64-bit integer, the Philox key.
+      domain: `Domain.CODEBOOK` or `Domain.SHARED_CODEBOOK`.
+      streams: uint32 `[N]`.
+      indices: uint32 `[N]`.
+      block_size: number of dimensions D.
+
+    Returns:
+      float32 `[N, D]`.
+
+    Raises:
+      ValueError: `seed` is out of range.
+    """
+    key = split_seed(seed)
+    table = normal_quantiles()
+    calls = -(-block_size // PER_CALL)
+    result = np.empty((len(streams), block_size), np.float32)
+    rows = max(1, _CHUNK // calls)
+    for start in range(0, len(streams), rows):
+        chunk = slice(start, start + rows)
+        counter = np.empty((len(streams[chunk]), calls, 4), np.uint32)
+        counter[..., 0] = indices[chunk, np.newaxis]
+        counter[..., 1] = np.arange(calls)
+        counter[..., 2] = streams[chunk, np.newaxis]
+        counter[..., 3] = domain
+        # Little-endian words, so that the view has the low half first anywhere.
+        halves = philox4x32(counter, key).astype("<u4", copy=False).view("<u2")
+        halves = halves.reshape(len(counter), calls * PER_CALL)
+        result[chunk] = table[halves[:, :block_size]]
+    return result
+
+
+def symmetry(
+    seed: int, blocks: int | np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how each block sees the shared codebook y.
+
+    Dimension d of its candidate k is `flip[d] * y[k, shuffle[d]]`. Shuffled and
+    flipped standard normals are standard normal, and no two blocks compete for the
+    same directions.
+
+    Args:
+      seed: an unsigned 64-bit integer.
+      blocks: an integer, or an integer array of any shape.
+      block_size: number of dimensions D.
+
+    Returns:
+      `(shuffle, flip)`: int64 and float32 of +1 and -1, `[*blocks.shape, D]`.
+
+    Raises:
+      ValueError: `seed` or `blocks` is out of range.
+    """
+    return (
+        permutation(seed, Domain.SHUFFLE, blocks, block_size),
+        signs(seed, Domain.FLIP, blocks, block_size),
+    )
+
+
+def candidates(
+    seed: int,
+    blocks: np.ndarray,
+    indices: np.ndarray,
+    block_size: int,
+    shared: bool,
+) -> np.ndarray:
+    """Returns candidate `indices[b]` of block `blocks[b]`, for each b.
+
+    Args:
+      seed: an unsigned 64-bit integer.
+      blocks: integers `[B]` from 0 to 2**32 - 1.
+      indices: integers `[B]` from 0 to 2**32 - 1.
+      block_size: number of dimensions D.
+      shared: False for a codebook per block, True for one codebook for all blocks,
+        which each of them sees shuffled and flipped (see `symmetry`).
+
+    Returns:
+      float32 `[B, D]`: the candidates, standard normal. A weight is the mean plus the
+      standard deviation of the coding distribution times this.
+
+    Raises:
+      ValueError: a shape or a value is out of range.
+    """
+    blocks = as_uint32("blocks", blocks)
+    indices = as_uint32("indices", indices)
+    if blocks.ndim != 1 or blocks.shape != indices.shape:
+        raise ValueError(
+            f"blocks and indices have shapes {blocks.shape} and {indices.shape}; "
+            "pass two vectors of the same length."
+        )
+    if block_size < 1:
+        raise ValueError(f"block_size = {block_size}; pass an integer of at least 1.")
+    if not shared:
+        return normals(seed, Domain.CODEBOOK, blocks, indices, block_size)
+    result = np.empty((len(blocks), block_size), np.float32)
+    rows = max(1, PER_CALL * _CHUNK // block_size)
+    for start in range(0, len(blocks), rows):
+        chunk = slice(start, start + rows)
+        shuffle, flip = symmetry(seed, blocks[chunk], block_size)
+        y = normals(
+            seed,
+            Domain.SHARED_CODEBOOK,
+            np.zeros_like(blocks[chunk]),
+            indices[chunk],
+            block_size,
+        )
+        result[chunk] = flip * np.take_along_axis(y, shuffle, axis=1)
+    return result

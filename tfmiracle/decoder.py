@@ -1,0 +1,69 @@
+"""From a `.miracle` file to weights, with NumPy alone."""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from tfmiracle import codebook
+from tfmiracle.miracle_file import DEFAULT_MAX_WEIGHTS, CodedGroup, MiracleFile
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedNetwork:
+    """The weights of a network.
+
+    Attributes:
+      weights: name -> array, in the order of `model.weights` in Keras. Coded variables
+        are float32, stored ones have the dtype they were stored in.
+      architecture: serialized Keras model, as Keras' JSON.
+      metadata: what the writer of the file recorded.
+    """
+
+    weights: dict[str, np.ndarray]
+    architecture: dict
+    metadata: dict
+
+
+def decode(
+    source: str | os.PathLike | bytes | MiracleFile,
+    max_weights: int = DEFAULT_MAX_WEIGHTS,
+) -> DecodedNetwork:
+    """Decodes the weights of a file, bit for bit the same on every platform.
+
+    Args:
+      source: path of a `.miracle` file, its bytes, or the parsed file.
+      max_weights: refuse files that claim more weights than this.
+
+    Raises:
+      FileFormatError: if the file is damaged or not of this format.
+      OSError: if it cannot be read.
+    """
+    if isinstance(source, bytes):
+        source = MiracleFile.from_bytes(source, max_weights)
+    elif not isinstance(source, MiracleFile):
+        source = MiracleFile.read(source, max_weights)
+    groups = [group.layout.expand(decode_blocks(group)) for group in source.groups]
+    stored = iter(source.stored)
+    weights = {
+        name: next(stored) if place is None else groups[place[0]][place[1]]
+        for name, place in zip(source.names, source.coded, strict=True)
+    }
+    return DecodedNetwork(weights, source.architecture, source.metadata)
+
+
+def decode_blocks(group: CodedGroup) -> np.ndarray:
+    """float32[num_blocks, block_size]: the weights of all blocks of a group.
+
+    A weight is rho times a coordinate of the candidate, one float32 product.
+    """
+    layout = group.layout
+    candidates = codebook.candidates(
+        layout.seed,
+        np.arange(layout.num_blocks),
+        group.indices,
+        layout.block_size,
+        shared=group.codebook == "shared",
+    )
+    candidates *= group.scales[layout.scale_index_of_slot()]
+    return candidates

@@ -1,0 +1,197 @@
+"""Keras layers whose own weights are variational, under a budget of their own.
+
+Each is the Keras layer of that name with a Mean-KL posterior over its weights. Blocks
+are local to the layer, so every layer gets the same bits a weight; to let one budget
+move between layers, wrap the whole network in `tfmiracle.VariationalModel`, in which
+these layers, too, share the blocks of the model.
+"""
+
+import random
+
+import keras
+
+from tfmiracle.posterior import posterior_over
+from tfmiracle.scope import is_substituted, substitute
+
+
+class VariationalLayer:
+    """Mixin that puts a Mean-KL posterior over the weights of a Keras layer.
+
+    In training each call samples the weights; otherwise the mean of Q is used, and
+    blocks that are coded always have their decoded values. A layer that is called
+    several times in one forward pass draws a sample for each call.
+
+    Args:
+      block_size: number of weights in a block.
+      block_bits: bits of the code of a block.
+      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
+      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
+      log_scale: initial log standard deviation of the coding distribution.
+      quota_rate, log_scale_rate: see `tfmiracle.posterior.MeanKLPosterior`.
+      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
+        By default a random one, which `keras.utils.set_random_seed` determines.
+    """
+
+    # Constructor arguments that the plain layer does not have.
+    OPTIONS = (
+        "block_size",
+        "block_bits",
+        "kl_bits",
+        "codebook",
+        "log_scale",
+        "quota_rate",
+        "log_scale_rate",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        *args,
+        block_size: int = 20,
+        block_bits: int = 20,
+        kl_bits: float | None = None,
+        codebook: str = "per_block",
+        log_scale: float = -2.0,
+        quota_rate: float = 1.0,
+        log_scale_rate: float = 1.0,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        if seed is None:
+            seed = random.randrange(2**32)
+        self._options = {
+            "block_size": block_size,
+            "block_bits": block_bits,
+            "kl_bits": kl_bits,
+            "codebook": codebook,
+            "log_scale": log_scale,
+            "quota_rate": quota_rate,
+            "log_scale_rate": log_scale_rate,
+            "seed": seed,
+        }
+        self.block_posterior = None
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self._substituted = list(self._trainable_variables)
+        for variable in self._substituted:
+            # Tracked anew as not trainable, which `layer.trainable = True` respects.
+            self._untrack_variable(variable)
+            variable.trainable = False
+            self._track_variable(variable)
+        self.block_posterior = posterior_over(
+            self._substituted, name="posterior", **self._options
+        )
+
+    def call(self, inputs, training=None):
+        if is_substituted(self._substituted[0]):
+            return super().call(inputs)
+        values = self.block_posterior(training=training)
+        with substitute(self, self._substituted, values):
+            return super().call(inputs)
+
+    def initialize_posterior(self, warm: bool = True) -> None:
+        """Restarts the posterior from the present values of the weights.
+
+        Use it after `set_weights` with the weights of a trained layer.
+
+        Args:
+          warm: see `tfmiracle.posterior.BlockPosterior.initialize`.
+        """
+        self.block_posterior.initialize(
+            [keras.ops.convert_to_numpy(v) for v in self._substituted],
+            warm,
+            self._options["log_scale"],
+        )
+
+    @property
+    def coded_variables(self) -> list[keras.Variable]:
+        """The variables of the layer that are coded: its kernels and biases."""
+        return list(self._substituted)
+
+    @property
+    def posterior(self):
+        """Q as a TFP distribution over the flat kernel followed by the bias."""
+        return self._built_posterior().distribution
+
+    @property
+    def prior(self):
+        """The coding distribution P as a TFP distribution, laid out like Q."""
+        return self._built_posterior().coding_distribution
+
+    def _built_posterior(self):
+        if self.block_posterior is None:
+            raise ValueError(
+                f"Layer {self.name!r} has no weights yet. Build it first: call it on "
+                "data, or call `layer.build(input_shape)`."
+            )
+        return self.block_posterior
+
+    def get_config(self):
+        return {**super().get_config(), **self._options}
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLDense(VariationalLayer, keras.layers.Dense):
+    """`keras.layers.Dense` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLEinsumDense(VariationalLayer, keras.layers.EinsumDense):
+    """`keras.layers.EinsumDense` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLEmbedding(VariationalLayer, keras.layers.Embedding):
+    """`keras.layers.Embedding` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv1D(VariationalLayer, keras.layers.Conv1D):
+    """`keras.layers.Conv1D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv2D(VariationalLayer, keras.layers.Conv2D):
+    """`keras.layers.Conv2D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv3D(VariationalLayer, keras.layers.Conv3D):
+    """`keras.layers.Conv3D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv1DTranspose(VariationalLayer, keras.layers.Conv1DTranspose):
+    """`keras.layers.Conv1DTranspose` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv2DTranspose(VariationalLayer, keras.layers.Conv2DTranspose):
+    """`keras.layers.Conv2DTranspose` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLConv3DTranspose(VariationalLayer, keras.layers.Conv3DTranspose):
+    """`keras.layers.Conv3DTranspose` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLDepthwiseConv1D(VariationalLayer, keras.layers.DepthwiseConv1D):
+    """`keras.layers.DepthwiseConv1D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLDepthwiseConv2D(VariationalLayer, keras.layers.DepthwiseConv2D):
+    """`keras.layers.DepthwiseConv2D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLSeparableConv1D(VariationalLayer, keras.layers.SeparableConv1D):
+    """`keras.layers.SeparableConv1D` under a `VariationalLayer` posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLSeparableConv2D(VariationalLayer, keras.layers.SeparableConv2D):
+    """`keras.layers.SeparableConv2D` under a `VariationalLayer` posterior."""

@@ -1,0 +1,450 @@
+"""The `.miracle` file: what it holds, to bytes and back. Needs NumPy only.
+
+`docs/format.md` specifies the bytes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import struct
+import tempfile
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfmiracle.layout import CodedVariable, WeightLayout
+
+MAGIC = b"MRCL"
+VERSION = 1
+CODEBOOKS = ("per_block", "shared")
+STORED_DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+)
+DEFAULT_MAX_WEIGHTS = 1 << 28
+_DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
+_MAX_DESCRIPTION_BYTES = 1 << 26
+
+
+class FileFormatError(ValueError):
+    """The bytes are no `.miracle` file that this version can read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedGroup:
+    """Variables that share blocks, and the random code that gives their weights.
+
+    Attributes:
+      layout: where each weight has its place.
+      block_bits: bits of an index.
+      codebook: "per_block" or "shared".
+      scales: float32[layout.num_scales], the coding scales rho.
+      indices: int64[layout.num_blocks], the candidate of each block.
+    """
+
+    layout: WeightLayout
+    block_bits: int
+    codebook: str
+    scales: np.ndarray
+    indices: np.ndarray
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the packed indices."""
+        return -(-self.layout.num_blocks * self.block_bits // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class MiracleFile:
+    """Everything a `.miracle` file holds.
+
+    Attributes:
+      names: of all variables of the network, in its order.
+      coded: for each variable, the group that codes it and its position in there, or
+        None for a variable that is stored.
+      groups: the coded groups.
+      stored: arrays of the stored variables, in the order of the network.
+      architecture: serialized Keras model, as Keras' JSON.
+      metadata: settings of the run and whatever else is worth knowing, as JSON.
+    """
+
+    names: Sequence[str]
+    coded: Sequence[tuple[int, int] | None]
+    groups: Sequence[CodedGroup]
+    stored: Sequence[np.ndarray]
+    architecture: dict
+    metadata: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the indices alone, the size that the paper counts."""
+        return sum(g.payload_bytes for g in self.groups)
+
+    @property
+    def num_weights(self) -> int:
+        """Number of all weights of the network, coded and stored."""
+        coded = sum(g.layout.num_weights for g in self.groups)
+        return coded + sum(value.size for value in self.stored)
+
+    @property
+    def float32_bytes(self) -> int:
+        """Size of the network's weights as float32."""
+        return 4 * self.num_weights
+
+    def to_bytes(self) -> bytes:
+        """Serializes the file."""
+        description = json.dumps(
+            {
+                "model": self.architecture,
+                "names": list(self.names),
+                "metadata": self.metadata,
+            },
+            separators=(",", ":"),
+        ).encode()
+        deflate = zlib.compressobj(9, wbits=-15, zdict=_description_dictionary())
+        stored = b"".join(_little_endian(value).tobytes() for value in self.stored)
+        return b"".join(
+            [
+                MAGIC,
+                bytes([VERSION]),
+                _section(_DESCRIPTION, deflate.compress(description) + deflate.flush()),
+                _section(_LAYOUT, self._layout_bytes()),
+                _section(_INDICES, b"".join(_pack(g) for g in self.groups)),
+                _section(_STORED, zlib.compress(stored, 9) if stored else b""),
+            ]
+        )
+
+    def _layout_bytes(self) -> bytes:
+        out = bytearray()
+
+        def put(*numbers):
+            for number in numbers:
+                while number >= 0x80:
+                    out.append(number & 0x7F | 0x80)
+                    number >>= 7
+                out.append(number)
+
+        put(len(self.groups))
+        for group in self.groups:
+            out.extend(struct.pack("<Q", group.layout.seed))
+            put(group.layout.block_size, group.block_bits)
+            put(CODEBOOKS.index(group.codebook), len(group.scales))
+            out.extend(np.asarray(group.scales, "<f4").tobytes())
+        put(len(self.coded))
+        stored = iter(self.stored)
+        for place in self.coded:
+            if place is None:
+                value = next(stored)
+                put(0, STORED_DTYPES.index(value.dtype.name))
+                shape = value.shape
+            else:
+                variable = self.groups[place[0]].layout.variables[place[1]]
+                put(1 + place[0], variable.hash_factor, variable.scale_index)
+                shape = variable.shape
+            put(len(shape), *shape)
+        return bytes(out)
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, max_weights: int = DEFAULT_MAX_WEIGHTS
+    ) -> "MiracleFile":
+        """Parses a file, trusting nothing in it.
+
+        Args:
+          data: the whole file.
+          max_weights: refuse files that claim more weights than this, before anything
+            of that size is allocated.
+
+        Raises:
+          FileFormatError: if the bytes are damaged, truncated, from another format or
+            version, or claim more than `max_weights` weights.
+        """
+        if data[: len(MAGIC)] != MAGIC:
+            raise FileFormatError(
+                "Not a .miracle file: it does not start with the bytes 'MRCL'."
+            )
+        version = data[len(MAGIC) : len(MAGIC) + 1]
+        if version != bytes([VERSION]):
+            raise FileFormatError(
+                f"Format version {version[0] if version else 'missing'} is unknown; "
+                f"this package reads version {VERSION}. Install a newer tfmiracle."
+            )
+        position = len(MAGIC) + 1
+        sections = []
+        for tag in (_DESCRIPTION, _LAYOUT, _INDICES, _STORED):
+            payload, position = _read_section(data, position, tag)
+            sections.append(payload)
+        if position != len(data):
+            raise FileFormatError(
+                f"{len(data) - position} bytes too many after the last section."
+            )
+        description, layout, packed, stored = sections
+        try:
+            groups, shapes, coded = _parse_layout(layout, packed, max_weights)
+            values = _parse_stored(stored, shapes)
+            names, architecture, metadata = _parse_description(description, len(coded))
+        except FileFormatError:
+            raise
+        except (ValueError, KeyError, IndexError, OverflowError, zlib.error) as error:
+            raise FileFormatError(f"The file is inconsistent: {error}") from error
+        return cls(names, coded, groups, values, architecture, metadata)
+
+    def write(self, path: str | os.PathLike, overwrite: bool = False) -> int:
+        """Writes the file under its final name only when it is complete.
+
+        Returns:
+          The number of bytes.
+
+        Raises:
+          FileExistsError: if `path` exists and `overwrite` is false.
+        """
+        data = self.to_bytes()
+        write_atomically(path, data, overwrite)
+        return len(data)
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike, max_weights: int = DEFAULT_MAX_WEIGHTS
+    ) -> "MiracleFile":
+        """Reads and parses a file, see `from_bytes`; the error names the path."""
+        data = pathlib.Path(path).read_bytes()
+        try:
+            return cls.from_bytes(data, max_weights)
+        except FileFormatError as error:
+            raise FileFormatError(f"{path}: {error}") from None
+
+
+def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
+    """Checks that `path` can be written, before hours are spent on its content.
+
+    Raises:
+      FileExistsError: if `path` exists and `overwrite` is false.
+      FileNotFoundError: if its folder does not exist.
+      IsADirectoryError: if it is a folder.
+      PermissionError: if its folder cannot be written to.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file.")
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path} exists. Choose another name, or allow overwriting (`overwrite`)."
+        )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"The folder {path.parent} does not exist; create it.")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"The folder {path.parent} cannot be written to.")
+
+
+def write_atomically(
+    path: str | os.PathLike, data: bytes, overwrite: bool = False
+) -> None:
+    """Writes `data` so that `path` never shows a part of it.
+
+    Raises:
+      FileExistsError, FileNotFoundError, ...: see `check_output`.
+    """
+    check_output(path, overwrite)
+    path = pathlib.Path(path)
+    handle, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+    )
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _description_dictionary() -> bytes:
+    """Text that descriptions have in common; part of the format."""
+    return (pathlib.Path(__file__).parent / "description_v1.dict").read_bytes()
+
+
+def _section(tag: int, payload: bytes) -> bytes:
+    head = struct.pack("<BI", tag, len(payload)) + payload
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+def _read_section(data: bytes, position: int, tag: int) -> tuple[bytes, int]:
+    head = data[position : position + 5]
+    if len(head) < 5:
+        raise FileFormatError(f"Truncated: section {tag} is missing.")
+    found, length = struct.unpack("<BI", head)
+    end = position + 5 + length
+    check = data[end : end + 4]
+    if found != tag or len(check) < 4:
+        raise FileFormatError(f"Truncated or damaged in section {tag}.")
+    if struct.pack("<I", zlib.crc32(data[position:end])) != check:
+        raise FileFormatError(f"Damaged: the check value of section {tag} is wrong.")
+    return data[position + 5 : end], end + 4
+
+
+def _pack(group: CodedGroup) -> bytes:
+    """Indices as a stream of bits, each index and each byte low bit first."""
+    shifts = np.arange(group.block_bits, dtype=np.uint32)
+    bits = (np.asarray(group.indices, np.uint32)[:, None] >> shifts) & 1
+    return np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
+
+
+def _unpack(packed: bytes, count: int, bits: int) -> np.ndarray:
+    flat = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    if flat[count * bits :].any():
+        raise FileFormatError("Bits after the last index are not zero.")
+    indices = np.zeros(count, np.int64)
+    table = flat[: count * bits].reshape(count, bits)
+    for bit in range(bits):
+        indices |= table[:, bit].astype(np.int64) << bit
+    return indices
+
+
+def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
+    """Returns the groups, for each variable (stored dtype or None, shape), `coded`."""
+    position = 0
+
+    def take(limit):
+        nonlocal position
+        number = 0
+        for shift in range(0, 64, 7):
+            byte = layout[position]
+            position += 1
+            number |= (byte & 0x7F) << shift
+            if not byte & 0x80:
+                break
+        if number > limit:
+            raise FileFormatError(f"A number in the layout is {number}, over {limit}.")
+        return number
+
+    def take_bytes(count):
+        nonlocal position
+        position += count
+        if position > len(layout):
+            raise FileFormatError("The layout ends too early.")
+        return layout[position - count : position]
+
+    heads = []
+    for _ in range(take(len(layout))):
+        (seed,) = struct.unpack("<Q", take_bytes(8))
+        block_size, bits = take(2**32), take(28)
+        codebook = CODEBOOKS[take(len(CODEBOOKS) - 1)]
+        scales = np.frombuffer(take_bytes(4 * take(len(layout))), "<f4")
+        if not np.all(np.isfinite(scales) & (scales > 0)):
+            raise FileFormatError("A coding scale is not a positive number.")
+        heads.append((seed, block_size, bits, codebook, scales.astype(np.float32)))
+
+    total = 0
+    members = [[] for _ in heads]
+    coded, shapes = [], []
+    for _ in range(take(len(layout))):
+        group = take(len(heads))
+        if group:
+            hash_factor, scale_index = take(2**32), take(len(heads[group - 1][4]) - 1)
+            dtype = None
+        else:
+            dtype = STORED_DTYPES[take(len(STORED_DTYPES) - 1)]
+        shape = tuple(take(2**40) for _ in range(take(64)))
+        total += math.prod(shape)
+        if total > max_weights:
+            raise FileFormatError(
+                f"The file claims more than {max_weights:,} weights. If you trust "
+                "where it comes from, raise `max_weights`."
+            )
+        shapes.append((dtype, shape))
+        if group:
+            coded.append((group - 1, len(members[group - 1])))
+            members[group - 1].append(CodedVariable(shape, hash_factor, scale_index))
+        else:
+            coded.append(None)
+    if position != len(layout):
+        raise FileFormatError("The layout section has bytes too many.")
+
+    groups = []
+    start = 0
+    for (seed, block_size, bits, codebook, scales), variables in zip(
+        heads, members, strict=True
+    ):
+        place = WeightLayout(variables, block_size, seed)
+        if place.block_size != block_size:
+            raise FileFormatError(f"A block of {block_size} exceeds its weights.")
+        if place.num_scales != len(scales):
+            raise FileFormatError("The number of coding scales is wrong.")
+        size = -(-place.num_blocks * bits // 8)
+        if start + size > len(packed):
+            raise FileFormatError("There are fewer indices than blocks.")
+        indices = _unpack(packed[start : start + size], place.num_blocks, bits)
+        groups.append(CodedGroup(place, bits, codebook, scales, indices))
+        start += size
+    if start != len(packed):
+        raise FileFormatError("There are more indices than blocks.")
+    return groups, shapes, coded
+
+
+def _parse_stored(stored: bytes, shapes) -> list[np.ndarray]:
+    todo = [(np.dtype(dtype), shape) for dtype, shape in shapes if dtype]
+    size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in todo)
+    raw = b""
+    if stored:
+        inflate = zlib.decompressobj()
+        raw = inflate.decompress(stored, size + 1)
+        if not inflate.eof or inflate.unused_data:
+            raise FileFormatError("The stored variables have the wrong size.")
+    if len(raw) != size:
+        raise FileFormatError("The stored variables have the wrong size.")
+    values, start = [], 0
+    for dtype, shape in todo:
+        count = math.prod(shape)
+        little = np.frombuffer(raw, dtype.newbyteorder("<"), count, start)
+        values.append(little.astype(dtype).reshape(shape))
+        start += count * dtype.itemsize
+    return values
+
+
+def _parse_description(description: bytes, num_variables: int):
+    inflate = zlib.decompressobj(wbits=-15, zdict=_description_dictionary())
+    raw = inflate.decompress(description, _MAX_DESCRIPTION_BYTES)
+    if not inflate.eof or inflate.unused_data:
+        raise FileFormatError("The description is damaged or too long.")
+    try:
+        content = json.loads(raw.decode())
+    except RecursionError:
+        raise FileFormatError("The description is nested too deeply.") from None
+    if not isinstance(content, dict):
+        raise FileFormatError("The description is no JSON object.")
+    names, architecture = content["names"], content["model"]
+    metadata = content["metadata"]
+    if not (
+        isinstance(names, list)
+        and len(names) == num_variables
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == num_variables
+    ):
+        raise FileFormatError("The names of the variables do not fit the layout.")
+    if not (isinstance(architecture, dict) and isinstance(metadata, dict)):
+        raise FileFormatError("The description lacks the model or the metadata.")
+    return names, architecture, metadata
+
+
+def _little_endian(value: np.ndarray) -> np.ndarray:
+    return np.asarray(value, value.dtype.newbyteorder("<"))

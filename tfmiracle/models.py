@@ -1,0 +1,223 @@
+"""A whole Keras model whose weights are variational."""
+
+import keras
+
+from tfmiracle.layers import VariationalLayer
+from tfmiracle.posterior import BlockPosterior, match_path, posterior_over
+from tfmiracle.scope import is_substituted, substitute
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class VariationalModel(keras.Model):
+    """Makes the weights of a Keras model variational, without changing its layers.
+
+    All coded weights of the model share one sequence of blocks, each with the same
+    information budget, so that training decides which layers the bits go to. A forward
+    pass samples all weights once and runs `net` on them; with `training=False` it uses
+    the mean of Q. Blocks that are coded have their decoded values in both.
+
+    Compile, fit, evaluate, save and load it like any Keras model. `net` keeps its own
+    weights, which play no part until `materialize` overwrites them.
+
+    Args:
+      net: a built Keras model. Its present weights are where the posterior starts.
+      parameterization: "mean_kl" (Lin et al. 2023), or "deterministic" for the same
+        network without noise and budget, to prepare a warm start.
+      block_size: number of weights in a block.
+      block_bits: bits of the code of a block.
+      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
+      codebook: "per_block", the paper's, or "shared" by all blocks, which makes coding
+        many blocks at once faster.
+      hashing: pattern of a variable's path -> hash factor (Chen et al. 2015), for
+        example `{"conv2/kernel": 2, "dense1/kernel": 64}`.
+      stored: patterns of trainable variables that are not coded, but trained as usual
+        and stored in full.
+      warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
+      log_scale: initial log standard deviation of the coding distribution, for a cold
+        start.
+      quota_rate, log_scale_rate: see `tfmiracle.posterior.MeanKLPosterior`.
+      seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
+
+    Raises:
+      ValueError: if `net` is not built or has nothing to code, or an argument is out of
+        range.
+    """
+
+    def __init__(
+        self,
+        net: keras.Model,
+        parameterization: str = "mean_kl",
+        *,
+        block_size: int = 20,
+        block_bits: int = 20,
+        kl_bits: float | None = None,
+        codebook: str = "per_block",
+        hashing: dict[str, int] | None = None,
+        stored: list[str] | None = None,
+        warm_start: bool = False,
+        log_scale: float = -2.0,
+        quota_rate: float = 1.0,
+        log_scale_rate: float = 1.0,
+        seed: int = 0,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if not net.built:
+            raise ValueError(
+                f"`net` ({net.name!r}) has no weights yet. Build it first: give it an "
+                "Input, call it on data, or call `net.build(input_shape)`."
+            )
+        self.net = net
+        self._options = {
+            "parameterization": parameterization,
+            "block_size": block_size,
+            "block_bits": block_bits,
+            "kl_bits": kl_bits,
+            "codebook": codebook,
+            "hashing": dict(hashing or {}),
+            "stored": list(stored or []),
+            "log_scale": log_scale,
+            "quota_rate": quota_rate,
+            "log_scale_rate": log_scale_rate,
+            "seed": seed,
+        }
+        self._targets = [
+            v
+            for v in codable_variables(net)
+            if not any(match_path(v.path, pattern) for pattern in stored or [])
+        ]
+        if not self._targets:
+            raise ValueError(
+                f"`net` ({net.name!r}) has no trainable weights that could be coded."
+            )
+        options = {k: v for k, v in self._options.items() if k != "stored"}
+        if parameterization == "deterministic":
+            for name in ("kl_bits", "quota_rate", "log_scale_rate"):
+                del options[name]
+        self.block_posterior = posterior_over(
+            self._targets, warm_start=warm_start, name="posterior", **options
+        )
+        # Everything that does not train: the raw weights that samples stand in for,
+        # and the posteriors of layers that now share the blocks of this model.
+        idle = [v for inner, _ in posteriors(net) for v in inner.trainable_variables]
+        self._idle = {id(v) for v in self._targets + idle}
+        self.built = True
+
+    def build(self, input_shape=None):
+        pass
+
+    def call(self, inputs, training=None):
+        if all(is_substituted(v) for v in self._targets):
+            return self.net(inputs, training=training)
+        values = self.block_posterior(training=training)
+        with substitute(self, self._targets, values):
+            return self.net(inputs, training=training)
+
+    @property
+    def coded_variables(self) -> list[keras.Variable]:
+        """The variables of `net` that are coded, in its order."""
+        return list(self._targets)
+
+    @property
+    def posterior(self):
+        """Q as a TFP distribution, see `BlockPosterior.distribution`."""
+        return self.block_posterior.distribution
+
+    @property
+    def prior(self):
+        """The coding distribution P as a TFP distribution, laid out like Q."""
+        return self.block_posterior.coding_distribution
+
+    def materialize(self, sample: bool = False) -> keras.Model:
+        """Writes weights of the posterior into `net`.
+
+        Args:
+          sample: whether to draw the weights from Q; by default they are its mean.
+            Coded blocks have their decoded values in any case.
+
+        Returns:
+          `net`.
+        """
+        values = self.block_posterior(training=sample)
+        for variable, value in zip(self._targets, values, strict=True):
+            variable.assign(value)
+        return self.net
+
+    # `fit`, `summary` and the optimizer ask these four what trains.
+
+    @property
+    def trainable_variables(self):
+        return [v for v in super().trainable_variables if id(v) not in self._idle]
+
+    @property
+    def non_trainable_variables(self):
+        return self._complement(self.variables, self.trainable_variables)
+
+    @property
+    def trainable_weights(self):
+        return [v for v in super().trainable_weights if id(v) not in self._idle]
+
+    @property
+    def non_trainable_weights(self):
+        return self._complement(self.weights, self.trainable_weights)
+
+    @staticmethod
+    def _complement(variables, others):
+        ids = {id(v) for v in others}
+        return [v for v in variables if id(v) not in ids]
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "net": keras.saving.serialize_keras_object(self.net),
+            **self._options,
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        net = keras.saving.deserialize_keras_object(
+            config.pop("net"), custom_objects=custom_objects
+        )
+        return cls(net, **config)
+
+
+def codable_variables(net: keras.Model) -> list[keras.Variable]:
+    """The trainable floating-point weights of a model, in its order.
+
+    Those of variational layers are their kernels and biases, not their posteriors.
+    """
+    parts = posteriors(net)
+    covered = {id(v) for _, variables in parts for v in variables}
+    return [
+        v
+        for v in plain_weights(net)
+        if (v.trainable or id(v) in covered) and "float" in v.dtype
+    ]
+
+
+def plain_weights(model: keras.Model) -> list[keras.Variable]:
+    """The weights of the network without its posteriors, in its order."""
+    if isinstance(model, VariationalModel):
+        return plain_weights(model.net)
+    hidden = {
+        id(v)
+        for layer in model._flatten_layers()
+        if isinstance(layer, BlockPosterior)
+        for v in layer.weights
+    }
+    return [v for v in model.weights if id(v) not in hidden]
+
+
+def posteriors(
+    model: keras.Layer,
+) -> list[tuple[BlockPosterior, list[keras.Variable]]]:
+    """The posteriors that rule weights of a model, each with its variables.
+
+    One for a `VariationalModel`, one for each variational layer of another model.
+    """
+    if isinstance(model, VariationalModel | VariationalLayer):
+        return [(model.block_posterior, model.coded_variables)]
+    found = {}
+    for layer in model._layers:
+        found.update((id(part[0]), part) for part in posteriors(layer))
+    return list(found.values())

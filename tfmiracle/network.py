@@ -1,0 +1,205 @@
+"""Between Keras models and `.miracle` files."""
+
+import collections
+import os
+
+import keras
+import numpy as np
+
+import tfmiracle
+from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
+from tfmiracle.layers import VariationalLayer
+from tfmiracle.miracle_file import CodedGroup, FileFormatError, MiracleFile
+from tfmiracle.models import VariationalModel, plain_weights, posteriors
+
+
+def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
+    """Collects what a `.miracle` file of a model holds.
+
+    Args:
+      model: a `VariationalModel`, or a model with variational layers, whose blocks are
+        all fixed.
+      metadata: further entries for the file's metadata; anything JSON can say.
+
+    Raises:
+      ValueError: if the model has no posterior, or blocks that are not coded yet, or a
+        variable that cannot be stored.
+    """
+    parts = _coded_parts(model)
+    for posterior, _ in parts:
+        todo = int(np.sum(~posterior.fixed))
+        if todo:
+            raise ValueError(
+                f"{todo} of {posterior.layout.num_blocks} blocks are not coded yet. "
+                "Run `fit` with a CompressionCallback until it has coded all."
+            )
+    place_of = {
+        id(v): (g, i) for g, (_, vs) in enumerate(parts) for i, v in enumerate(vs)
+    }
+    variables = plain_weights(model)
+    coded = [place_of.get(id(v)) for v in variables]
+    groups = [
+        CodedGroup(
+            posterior.layout,
+            posterior.block_bits,
+            posterior.codebook,
+            posterior.coding_scale,
+            keras.ops.convert_to_numpy(posterior.indices).astype(np.int64),
+        )
+        for posterior, _ in parts
+    ]
+    stored = [
+        _storable(v) for v, place in zip(variables, coded, strict=True) if place is None
+    ]
+    description = {
+        "tfmiracle": tfmiracle.__version__,
+        "parameterization": [type(posterior).__name__ for posterior, _ in parts],
+        "kl_bits": [getattr(posterior, "kl_bits", None) for posterior, _ in parts],
+        **(metadata or {}),
+    }
+    return MiracleFile(
+        _names(getattr(model, "net", model), variables),
+        coded,
+        groups,
+        stored,
+        plain_architecture(model),
+        description,
+    )
+
+
+def plain_architecture(model: keras.Model) -> dict:
+    """Serializes the network without anything variational, as Keras' JSON.
+
+    Raises:
+      ValueError: if the model contains a variational layer of another package, for
+        which no plain layer is known.
+    """
+    if isinstance(model, VariationalModel):
+        return plain_architecture(model.net)
+    config = keras.saving.serialize_keras_object(model)
+    return _strip(config)
+
+
+def build_network(
+    architecture: dict, custom_objects: dict | None = None
+) -> keras.Model:
+    """Builds the Keras model of a file, with initial weights.
+
+    Safe with files from strangers: runs no code from the file.
+
+    Raises:
+      ValueError: if it names a class that is not registered, or holds a Lambda layer.
+    """
+    try:
+        model = keras.saving.deserialize_keras_object(
+            architecture, custom_objects=custom_objects, safe_mode=True
+        )
+    except Exception as error:
+        raise ValueError(
+            f"Keras cannot rebuild the network: {error} Custom classes must be "
+            "registered (`keras.saving.register_keras_serializable`) or passed in "
+            "`custom_objects`; Lambda layers are refused, since their code comes from "
+            "the file."
+        ) from error
+    if not (isinstance(model, keras.Model) and model.built):
+        raise ValueError(
+            "The description of the network does not give a built Keras model. A "
+            "subclassed model must define `build` or `get_build_config`."
+        )
+    return model
+
+
+def load(
+    path: str | os.PathLike,
+    custom_objects: dict | None = None,
+    max_weights: int = DEFAULT_MAX_WEIGHTS,
+) -> keras.Model:
+    """Loads the network of a `.miracle` file as a plain Keras model.
+
+    Args:
+      path: the file.
+      custom_objects: name -> class, for layers that are not registered with Keras.
+      max_weights: refuse files that claim more weights than this.
+
+    Returns:
+      The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
+
+    Raises:
+      FileFormatError: if the file is damaged, or its weights do not fit its network.
+      ValueError: if Keras cannot rebuild the network, see `build_network`.
+      OSError: if the file cannot be read.
+    """
+    return to_network(decode(path, max_weights), custom_objects)
+
+
+def to_network(
+    decoded: DecodedNetwork, custom_objects: dict | None = None
+) -> keras.Model:
+    """Builds the Keras model of a decoded file, see `load`."""
+    model = build_network(decoded.architecture, custom_objects)
+    shapes = [tuple(v.shape) for v in model.weights]
+    if shapes != [value.shape for value in decoded.weights.values()]:
+        raise FileFormatError("The weights of the file do not fit its network.")
+    # By position: Keras numbers the names of layers anew in every process.
+    model.set_weights(list(decoded.weights.values()))
+    return model
+
+
+def _coded_parts(model):
+    parts = posteriors(model)
+    if not parts:
+        raise ValueError(
+            f"{model.name!r} has nothing to code. Wrap it in "
+            "`tfmiracle.VariationalModel`, or build it from layers such as MeanKLDense."
+        )
+    return parts
+
+
+def _strip(config):
+    """Turns variational layers into their plain Keras layers, drops training setup."""
+    if isinstance(config, list | tuple):
+        return [_strip(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    config = {k: v for k, v in config.items() if k != "compile_config"}
+    name = config.get("registered_name")
+    cls = keras.saving.get_registered_object(name) if name else None
+    if cls is VariationalModel:
+        return _strip(config["config"]["net"])
+    if isinstance(cls, type) and issubclass(cls, VariationalLayer):
+        base = cls.__mro__[cls.__mro__.index(VariationalLayer) + 1]
+        if not base.__module__.startswith("keras."):
+            raise ValueError(
+                f"No plain Keras layer is known for {cls.__name__}. Derive variational "
+                "layers from VariationalLayer and a layer of keras.layers."
+            )
+        inner = {
+            k: v
+            for k, v in config["config"].items()
+            if k not in VariationalLayer.OPTIONS
+        }
+        plain = {"module": "keras.layers", "class_name": base.__name__}
+        config = {**config, **plain, "config": inner, "registered_name": None}
+    return {k: _strip(v) for k, v in config.items()}
+
+
+def _names(model, variables) -> list[str]:
+    """Paths below the model's own name, made unique."""
+    names, seen = [], collections.Counter()
+    for v in variables:
+        name = v.path.removeprefix(f"{model.name}/")
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+def _storable(variable) -> np.ndarray:
+    value = keras.ops.convert_to_numpy(variable)
+    if value.dtype.name == "bfloat16":  # NumPy has no such type; float32 holds it
+        return value.astype(np.float32)
+    if value.dtype.kind not in "fiub":
+        raise ValueError(
+            f"Variable {variable.path} has dtype {value.dtype}, which a .miracle file "
+            "cannot store."
+        )
+    return value

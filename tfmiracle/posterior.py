@@ -1,0 +1,523 @@
+"""The posterior Q over the effective weights, in blocks, and what is fixed of it."""
+
+import fnmatch
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmiracle import codebook as codebooks
+from tfmiracle.layout import CodedVariable, WeightLayout
+from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
+
+MAX_BLOCK_BITS = 28
+# exp() of a log scale stays a normal float32, with room for the products it enters.
+_MAX_LOG_SCALE = 60.0
+_MAX_LOGIT = 1e30
+
+
+class BlockPosterior(keras.layers.Layer):
+    """A factorized posterior over the weights of a `WeightLayout`.
+
+    Holds one trainable coding scale rho per group of variables (the coding distribution
+    is P = N(0, rho^2)), the parameters of Q in arrays of shape
+    `[num_blocks, block_size]`, and for every block the index of the candidate that it
+    was fixed to. Called, it returns the values of the network's variables: a sample of
+    Q if `training`, else its mean, and in both cases the decoded candidate for blocks
+    that are fixed.
+
+    Everything here is computed in float32, whatever the dtype policy of the network.
+
+    Args:
+      layout: where each weight has its place.
+      block_bits: bits of a candidate's index; a codebook has `2**block_bits`
+        candidates.
+      codebook: "per_block" (the paper's) or "shared" (one codebook for all blocks,
+        shuffled and flipped for each, which codes many blocks at once faster).
+      log_scale_rate: how much faster the log coding scales learn than the means, see
+        `MeanKLPosterior`.
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        block_bits: int = 20,
+        codebook: str = "per_block",
+        log_scale_rate: float = 1.0,
+        **kwargs,
+    ):
+        super().__init__(dtype="float32", autocast=False, **kwargs)
+        if not (isinstance(block_bits, int) and 0 <= block_bits <= MAX_BLOCK_BITS):
+            raise ValueError(
+                "`block_bits` must be an integer from 0 to "
+                f"{MAX_BLOCK_BITS}: a codebook has 2**block_bits candidates, and all "
+                f"are tried. Received: block_bits={block_bits}"
+            )
+        if codebook not in ("per_block", "shared"):
+            raise ValueError(
+                "`codebook` must be 'per_block' or 'shared'. "
+                f"Received: codebook={codebook!r}"
+            )
+        self.layout = layout
+        self.block_bits = block_bits
+        self.codebook = codebook
+        self.log_scale_rate = float(log_scale_rate)
+        self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
+        self._raw_log_scale = self._add("log_coding_scale", (layout.num_scales,))
+        self._create_parameters()
+        # rho once it is final, 0 before: candidates are scaled by it, so it must not
+        # move any more when the first block is coded.
+        self._final_scale = self._add("final_scale", (layout.num_scales,), fixed=True)
+        self._candidates = self._add("candidates", self.block_shape, fixed=True)
+        self.indices = self.add_weight(
+            name="indices",
+            shape=(layout.num_blocks,),
+            dtype="int32",
+            initializer=keras.initializers.Constant(-1),
+            trainable=False,
+        )
+        with tf.init_scope():
+            self._tables = _Tables(layout)
+        self.built = True
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        return self.layout.num_blocks, self.layout.block_size
+
+    def _add(self, name, shape, fixed=False):
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer="zeros",
+            trainable=not fixed,
+            autocast=False,
+        )
+
+    # What a parameterization defines.
+
+    def _create_parameters(self) -> None:
+        raise NotImplementedError
+
+    def _parameters(self) -> list[keras.Variable]:
+        """Variables of shape `[num_blocks, block_size]` that `_standardize` takes."""
+        raise NotImplementedError
+
+    def _standardize(self, parameters, log_scale, mask):
+        """Parameters, log rho and mask of the same blocks -> (mu / rho, log sigma/rho).
+
+        Both are zero where padded. All tensors are `[..., block_size]`.
+        """
+        raise NotImplementedError
+
+    def _initialize(self, loc: np.ndarray, scale: np.ndarray, warm: bool) -> None:
+        """Sets the parameters so that the mean is near `loc`."""
+        raise NotImplementedError
+
+    # The coding distribution.
+
+    def _log_scale(self):
+        log_scale = self.log_scale_rate * tf.convert_to_tensor(self._raw_log_scale)
+        final = tf.convert_to_tensor(self._final_scale)
+        is_final = final > 0
+        return tf.where(
+            is_final,
+            tf.math.log(tf.where(is_final, final, 1.0)),
+            tf.clip_by_value(log_scale, -_MAX_LOG_SCALE, _MAX_LOG_SCALE),
+        )
+
+    def _scale(self):
+        final = tf.convert_to_tensor(self._final_scale)
+        return tf.where(final > 0, final, tf.exp(self._log_scale()))
+
+    @property
+    def coding_scale(self) -> np.ndarray:
+        """float32[num_scales]: rho of every group of variables."""
+        return keras.ops.convert_to_numpy(self._scale())
+
+    def finalize_coding_scale(self) -> None:
+        """Fixes rho, which must not change any more once a block is coded."""
+        self._final_scale.assign(self._scale())
+
+    # Values of the network's variables.
+
+    def call(self, training: bool | None = None) -> list[tf.Tensor]:
+        inputs = [
+            [tf.convert_to_tensor(p) for p in self._parameters()],
+            self._log_scale(),
+            self._scale(),
+            tf.convert_to_tensor(self._candidates),
+            tf.convert_to_tensor(self.indices) >= 0,
+        ]
+        if not training:
+            return self._mean_values(*inputs)
+        noise = keras.random.normal(self.block_shape, seed=self.noise_seed)
+        return self._sample_values(*inputs, noise)
+
+    # Sampling and hashing are many small element-wise operations, which XLA fuses; the
+    # network around them stays outside (on a CPU, XLA makes convolutions slower).
+    @functools.cached_property
+    def _sample_values(self) -> Callable:
+        return tf.function(self._values, jit_compile=True)
+
+    @functools.cached_property
+    def _mean_values(self) -> Callable:
+        return tf.function(self._values, jit_compile=True)
+
+    def _values(self, parameters, log_scale, scale, candidates, fixed, noise=None):
+        tables = self._tables
+        loc, log_ratio = self._standardize(
+            parameters, tf.gather(log_scale, tables.scale_index), tables.mask
+        )
+        z = loc if noise is None else loc + tf.exp(log_ratio) * noise
+        z = tf.where(fixed[:, None], candidates, z)
+        return tables.expand(tf.gather(scale, tables.scale_index) * z)
+
+    # Q as numbers, and as TFP distributions.
+
+    def standardized(self, blocks=slice(None)) -> tuple[tf.Tensor, tf.Tensor]:
+        """Q relative to P: `(mu / rho, log(sigma / rho))` of the given blocks.
+
+        Args:
+          blocks: slice or integer array; all blocks by default.
+
+        Returns:
+          Two float32 tensors `[len(blocks), block_size]`, zero where padded.
+        """
+        index = np.arange(self.layout.num_blocks)[blocks]
+        rows = functools.partial(tf.gather, indices=index)
+        return self._standardize(
+            [rows(tf.convert_to_tensor(p)) for p in self._parameters()],
+            tf.gather(self._log_scale(), rows(self._tables.scale_index)),
+            rows(self._tables.mask),
+        )
+
+    def block_kl(self, blocks=slice(None)) -> tf.Tensor:
+        """KL(Q || P) of each block in nats, float32[len(blocks)].
+
+        Of Q as it was coded, also where a block is fixed by now.
+        """
+        return tf.reduce_sum(kl_from_standardized(*self.standardized(blocks)), -1)
+
+    def loc_and_scale(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """mu and sigma of every effective weight, in the order of the network."""
+        loc, log_ratio = self.standardized()
+        rho = tf.gather(self._scale(), self._tables.scale_index)
+        to_effective = self._tables.to_effective
+        return to_effective(rho * loc), to_effective(rho * tf.exp(log_ratio))
+
+    @property
+    def distribution(self):
+        """Q as a TFP distribution over the vector of all effective weights.
+
+        The vector has the order of the network: first all entries of the first
+        variable. Built from the current parameters at each access, so that gradients
+        reach them. Blocks that are fixed are described by the Q they were coded from.
+        """
+        return _independent_normal(*self.loc_and_scale())
+
+    @property
+    def coding_distribution(self):
+        """P as a TFP distribution over the vector of all effective weights."""
+        rho = self._tables.to_effective(
+            tf.gather(self._scale(), self._tables.scale_index)
+        )
+        return _independent_normal(tf.zeros_like(rho), rho)
+
+    # Initialization and coding.
+
+    def initialize(
+        self,
+        values: Sequence[np.ndarray],
+        warm: bool = False,
+        log_scale: float = -2.0,
+    ) -> None:
+        """Starts the posterior at given values of the network's variables.
+
+        Args:
+          values: one array per variable of the layout.
+          warm: whether the values come from a trained network. If so, rho of each
+            group starts at the root mean square of its values, and weights that are
+            large beside rho start with a larger share of the information. If not, the
+            start is the paper's: equal shares and log rho = `log_scale`.
+          log_scale: initial log rho of a cold start.
+
+        Raises:
+          ValueError: if a value is not finite.
+        """
+        for i, value in enumerate(values):
+            if not np.all(np.isfinite(value)):
+                raise ValueError(
+                    f"Coded variable {i} of shape {np.shape(value)} holds values that "
+                    "are not finite. Start from a network whose weights are finite."
+                )
+        loc = self.layout.project(values)
+        index = self.layout.scale_index_of_slot()
+        scale = np.full(self.layout.num_scales, math.exp(log_scale))
+        if warm:
+            flat, mask = index.reshape(-1), self.layout.mask().reshape(-1)
+            count = np.bincount(flat, mask, self.layout.num_scales)
+            power = np.bincount(
+                flat, np.square(loc.reshape(-1), dtype=np.float64), len(count)
+            )
+            scale = np.where(power > 0, np.sqrt(power / np.maximum(count, 1)), scale)
+        scale = np.clip(scale, math.exp(-_MAX_LOG_SCALE), math.exp(_MAX_LOG_SCALE))
+        self._raw_log_scale.assign(np.log(scale) / self.log_scale_rate)
+        self._initialize(loc, scale[index], warm)
+
+    @property
+    def fixed(self) -> np.ndarray:
+        """bool[num_blocks]: which blocks are fixed to a candidate."""
+        return keras.ops.convert_to_numpy(self.indices) >= 0
+
+    def fix(self, blocks: Sequence[int], indices: Sequence[int]) -> None:
+        """Fixes blocks to candidates of their codebooks, now and for ever.
+
+        Args:
+          blocks: block numbers.
+          indices: index of the candidate of each block, below `2**block_bits`.
+
+        Raises:
+          ValueError: if the coding scale is not final yet.
+        """
+        if not np.all(keras.ops.convert_to_numpy(self._final_scale) > 0):
+            raise ValueError(
+                "The coding scale is still trained. Call `finalize_coding_scale()` "
+                "before the first block is fixed."
+            )
+        candidates = codebooks.candidates(
+            self.layout.seed,
+            np.asarray(blocks),
+            np.asarray(indices),
+            self.layout.block_size,
+            shared=self.codebook == "shared",
+        )
+        rows = np.asarray(blocks, np.int32)[:, None]
+        candidates = candidates * self._tables.mask.numpy()[blocks]
+        self._candidates.value.scatter_nd_update(rows, candidates)
+        self.indices.value.scatter_nd_update(rows, np.asarray(indices, np.int32))
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLPosterior(BlockPosterior):
+    """Gaussian posterior parameterized by mean and KL (Lin et al. 2023, section 3).
+
+    Each block has a fixed budget kappa; weight w gets the share gamma_w of it (softmax
+    of the quota logits), its mean is mu = rho sqrt(2 gamma_w kappa) tanh(tau)
+    (equation 5) and its variance follows (equation 3). The KL of every block thus
+    equals the budget, whatever the parameters.
+
+    Args:
+      layout, block_bits, codebook: see `BlockPosterior`.
+      kl_bits: KL of each block in bits; `block_bits` by default, as in the paper.
+      quota_rate: how much faster quota logits learn than tau. The variable holds
+        logits / quota_rate, so that an optimizer that normalizes its steps (Adam)
+        moves the logits by quota_rate times its learning rate. 1 is the paper's.
+      log_scale_rate: the same for log rho.
+    """
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        block_bits: int = 20,
+        codebook: str = "per_block",
+        kl_bits: float | None = None,
+        quota_rate: float = 1.0,
+        log_scale_rate: float = 1.0,
+        **kwargs,
+    ):
+        kl_bits = block_bits if kl_bits is None else kl_bits
+        if not (0 <= kl_bits < math.inf):
+            raise ValueError(
+                "`kl_bits` must be a finite number of at least 0, the KL of a block in "
+                f"bits. Received: kl_bits={kl_bits}"
+            )
+        if not (0 < quota_rate < math.inf and 0 < log_scale_rate < math.inf):
+            raise ValueError(
+                "`quota_rate` and `log_scale_rate` must be positive. Received: "
+                f"quota_rate={quota_rate}, log_scale_rate={log_scale_rate}"
+            )
+        self.kl_bits = float(kl_bits)
+        self.quota_rate = float(quota_rate)
+        super().__init__(layout, block_bits, codebook, log_scale_rate, **kwargs)
+
+    def _create_parameters(self):
+        self.tau = self._add("tau", self.block_shape)
+        self.quota_logits = self._add("quota_logits", self.block_shape)
+
+    def _parameters(self):
+        return [self.tau, self.quota_logits]
+
+    def _standardize(self, parameters, log_scale, mask):
+        tau, quota = parameters
+        logits = tf.clip_by_value(self.quota_rate * quota, -_MAX_LOGIT, _MAX_LOGIT)
+        log_share = tf.nn.log_softmax(tf.where(mask, logits, -4 * _MAX_LOGIT))
+        # The root is formed in the exponent: kappa -> sqrt(kappa) has no finite
+        # derivative at 0.
+        sqrt_kappa = tf.exp(0.5 * log_share) * math.sqrt(self.kl_bits * math.log(2))
+        return mean_kl_standardized(tau, sqrt_kappa)
+
+    def _initialize(self, loc, scale, warm):
+        z = loc / scale
+        logits = np.log(z**2 + 0.5) if warm else np.zeros_like(z)
+        logits = np.where(self.layout.mask(), logits, -np.inf)
+        share = np.exp(logits - logits.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        limit = np.sqrt(2 * share * self.kl_bits * math.log(2))
+        tanh = z / np.maximum(limit, np.finfo(np.float32).tiny)
+        self.tau.assign(np.arctanh(np.clip(tanh, -0.99, 0.99)))
+        self.quota_logits.assign(
+            np.where(self.layout.mask(), logits, 0) / self.quota_rate
+        )
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class DeterministicPosterior(BlockPosterior):
+    """All probability on one point: a hashed network that trains as usual.
+
+    It gives a trained start to the other posteriors; there is nothing to code.
+    """
+
+    def _create_parameters(self):
+        self.loc = self._add("loc", self.block_shape)
+
+    def _parameters(self):
+        return [self.loc]
+
+    def _standardize(self, parameters, log_scale, mask):
+        loc = tf.where(mask, parameters[0], 0.0)
+        return loc, tf.fill(tf.shape(loc), -math.inf)
+
+    def initialize(self, values, warm=False, log_scale=0.0):
+        super().initialize(values, log_scale=0.0)
+        self.finalize_coding_scale()  # rho = 1: the parameters are the weights
+
+    def _initialize(self, loc, scale, warm):
+        self.loc.assign(loc)
+
+
+PARAMETERIZATIONS = {
+    "mean_kl": MeanKLPosterior,
+    "deterministic": DeterministicPosterior,
+}
+
+
+def posterior_over(
+    variables: Sequence[keras.Variable],
+    parameterization: str = "mean_kl",
+    *,
+    block_size: int,
+    seed: int,
+    hashing: dict[str, int] | None = None,
+    warm_start: bool = False,
+    log_scale: float = -2.0,
+    **options,
+) -> BlockPosterior:
+    """Builds a posterior over Keras variables, started at their present values.
+
+    Variables of the same layer share a coding scale.
+
+    Args:
+      variables: the variables.
+      parameterization: a key of `PARAMETERIZATIONS`.
+      block_size, seed: see `WeightLayout`.
+      hashing: pattern of a variable's path -> hash factor, see `match_path`.
+      warm_start, log_scale: see `BlockPosterior.initialize`.
+      **options: passed to the posterior's constructor.
+
+    Raises:
+      ValueError: if an argument is out of range, a pattern of `hashing` fits no
+        variable, or a value is not finite.
+    """
+    if parameterization not in PARAMETERIZATIONS:
+        raise ValueError(
+            f"`parameterization` must be one of {sorted(PARAMETERIZATIONS)}. "
+            f"Received: parameterization={parameterization!r}"
+        )
+    paths = [v.path for v in variables]
+    factors = [1] * len(paths)
+    for pattern, factor in (hashing or {}).items():
+        matches = [i for i, path in enumerate(paths) if match_path(path, pattern)]
+        if not matches:
+            raise ValueError(
+                f"`hashing` has a pattern {pattern!r} that fits no variable. "
+                f"The variables are: {', '.join(paths)}"
+            )
+        for i in matches:
+            factors[i] = factor
+    layers = [path.rpartition("/")[0] for path in paths]
+    groups = {layer: i for i, layer in enumerate(dict.fromkeys(layers))}
+    layout = WeightLayout(
+        [
+            CodedVariable(tuple(v.shape), factor, groups[layer])
+            for v, factor, layer in zip(variables, factors, layers, strict=True)
+        ],
+        block_size,
+        seed,
+    )
+    posterior = PARAMETERIZATIONS[parameterization](layout, **options)
+    posterior.initialize(
+        [keras.ops.convert_to_numpy(v) for v in variables], warm_start, log_scale
+    )
+    return posterior
+
+
+def match_path(path: str, pattern: str) -> bool:
+    """Whether a shell pattern fits the end of a variable's path.
+
+    "conv2/kernel" fits "lenet5/conv2/kernel", and "*/kernel" fits every kernel.
+    """
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(
+        path, f"*/{pattern}"
+    )
+
+
+class _Tables:
+    """The layout as tensors, with gradients that need no scatter where none is due."""
+
+    def __init__(self, layout: WeightLayout):
+        self.mask = tf.constant(layout.mask())
+        self.scale_index = tf.constant(layout.scale_index_of_slot())
+        self._slots = tf.constant(layout.slots, tf.int32)
+        of_slot = np.full(layout.num_blocks * layout.block_size, layout.num_effective)
+        of_slot[layout.slots] = np.arange(layout.num_effective)
+        self._weight_of_slot = tf.constant(of_slot, tf.int32)
+        self._variables = layout.variables
+        self._hashing = {
+            i: (tf.constant(index, tf.int32), tf.constant(sign))
+            for i, v in enumerate(layout.variables)
+            if v.hash_factor > 1
+            for index, sign in [layout.hashing(i)]
+        }
+
+    def to_effective(self, blocks: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def permute(flat):
+            def gradient(upstream):
+                padded = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
+                return tf.gather(padded, self._weight_of_slot)
+
+            return tf.gather(flat, self._slots), gradient
+
+        return permute(tf.reshape(blocks, [-1]))
+
+    def expand(self, blocks: tf.Tensor) -> list[tf.Tensor]:
+        sizes = [v.effective_size for v in self._variables]
+        parts = tf.split(self.to_effective(blocks), sizes)
+        for i, (index, sign) in self._hashing.items():
+            parts[i] = tf.gather(parts[i], index) * sign
+        return [
+            tf.reshape(part, v.shape)
+            for part, v in zip(parts, self._variables, strict=True)
+        ]
+
+
+def _independent_normal(loc, scale):
+    # TFP takes seconds to import and is needed by no other path through this module.
+    import tensorflow_probability as tfp
+
+    return tfp.distributions.Independent(
+        tfp.distributions.Normal(loc, scale), reinterpreted_batch_ndims=1
+    )

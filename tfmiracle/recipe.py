@@ -1,0 +1,95 @@
+"""All settings of a compression run in one place."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a network is trained and coded. The command line has a flag for each field.
+
+    The defaults are for a trained network, minutes on a CPU, and the best accuracy
+    found for that; `PAPER` has the settings of Lin et al. (2023).
+
+    Attributes:
+      block_size: number of weights in a block.
+      block_bits: bits of the code of a block; coding tries 2**block_bits candidates.
+      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
+      codebook: "per_block" or "shared".
+      selection: "sample" or "largest_weight", see `CompressionCallback`.
+      batch_size: examples in a training step.
+      warmup_steps: steps of deterministic training, before the variational training
+        starts from the weights reached.
+      warmup_learning_rate: for these, at the start.
+      train_steps: steps of variational training.
+      learning_rate: of the means in variational training, at the start.
+      quota_rate: learning rate of the quota logits relative to the means.
+      log_scale_rate: learning rate of the log coding scales relative to the means.
+      decay: "cosine" (to zero, in either training) or "constant".
+      warm_start: whether the posterior's scales and quotas start from the weights.
+      log_scale: initial log standard deviation of the coding distribution, if not.
+      blocks_per_round: blocks coded between two stretches of fine-tuning.
+      finetune_steps: steps of such a stretch.
+      finetune_learning_rate: learning rate in fine-tuning, constant.
+      seed: unsigned 64-bit integer; everything random depends on it.
+    """
+
+    block_size: int = 20
+    block_bits: int = 20
+    kl_bits: float | None = None
+    codebook: str = "shared"
+    selection: str = "largest_weight"
+    batch_size: int = 64
+    warmup_steps: int = 0
+    warmup_learning_rate: float = 2e-3
+    train_steps: int = 6000
+    learning_rate: float = 1e-2
+    quota_rate: float = 5.0
+    log_scale_rate: float = 1.0
+    decay: str = "cosine"
+    warm_start: bool = True
+    log_scale: float = -2.0
+    blocks_per_round: int = 50
+    finetune_steps: int = 50
+    finetune_learning_rate: float = 5e-3
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, least in (
+            ("block_size", 1),
+            ("batch_size", 1),
+            ("blocks_per_round", 1),
+            ("warmup_steps", 0),
+            ("train_steps", 0),
+            ("finetune_steps", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"`{name}` must be at least {least}. "
+                    f"Received: {name}={getattr(self, name)}"
+                )
+        for name in ("warmup_learning_rate", "learning_rate", "finetune_learning_rate"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"`{name}` must be a positive number. "
+                    f"Received: {name}={getattr(self, name)}"
+                )
+        if self.decay not in ("cosine", "constant"):
+            raise ValueError(
+                "`decay` must be 'cosine' or 'constant'. "
+                f"Received: decay={self.decay!r}"
+            )
+
+
+PAPER = Recipe(
+    codebook="per_block",
+    selection="sample",
+    batch_size=200,
+    train_steps=100_000,
+    learning_rate=1e-3,
+    quota_rate=1.0,
+    decay="constant",
+    warm_start=False,
+    blocks_per_round=1,
+    finetune_steps=100,
+    finetune_learning_rate=1e-3,
+)
