@@ -13,36 +13,43 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     dense layers of 500 and `num_classes`. Returns logits. Kernels and biases start
     uniform within 1 / sqrt(fan in), which is PyTorch's default and the paper's.
     """
-    model = keras.Sequential([layers.Input(input_shape)], name="lenet5")
-    for i, filters in enumerate((20, 50), start=1):
-        fan_in = 25 * model.output_shape[-1]
-        model.add(
+    height, width, channels = input_shape
+    for _ in range(2):
+        height, width = (height - 4) // 2, (width - 4) // 2
+    if min(height, width) < 1:
+        raise ValueError(f"LeNet-5 needs images of 16x16 or more, not {input_shape}.")
+    return keras.Sequential(
+        [
+            layers.Input(input_shape),
             layers.Conv2D(
-                filters, 5, activation="relu", name=f"conv{i}", **_uniform(fan_in)
-            )
-        )
-        model.add(layers.MaxPooling2D(name=f"pool{i}"))
-    model.add(layers.Flatten(name="flatten"))
-    for i, units, activation in ((1, 500, "relu"), (2, num_classes, None)):
-        fan_in = model.output_shape[-1]
-        model.add(
+                20, 5, activation="relu", name="conv1", **_uniform(25 * channels)
+            ),
+            layers.MaxPooling2D(name="pool1"),
+            layers.Conv2D(50, 5, activation="relu", name="conv2", **_uniform(25 * 20)),
+            layers.MaxPooling2D(name="pool2"),
+            layers.Flatten(name="flatten"),
             layers.Dense(
-                units, activation=activation, name=f"dense{i}", **_uniform(fan_in)
-            )
-        )
-    return model
+                500,
+                activation="relu",
+                name="dense1",
+                **_uniform(height * width * 50),
+            ),
+            layers.Dense(num_classes, name="dense2", **_uniform(500)),
+        ],
+        name="lenet5",
+    )
 
 
 def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
-    """A small convolutional network for 8x8 digits; 37,610 weights. Returns logits."""
+    """A convolutional network for 8x8 digits; 151,306 weights. Returns logits."""
     return keras.Sequential(
         [
             layers.Input(input_shape),
             layers.Conv2D(32, 3, padding="same", activation="relu", name="conv1"),
-            layers.Conv2D(32, 3, padding="same", activation="relu", name="conv2"),
-            layers.MaxPooling2D(name="pool"),
+            layers.MaxPooling2D(name="pool1"),
+            layers.Conv2D(64, 3, padding="same", activation="relu", name="conv2"),
             layers.Flatten(name="flatten"),
-            layers.Dense(52, activation="relu", name="dense1"),
+            layers.Dense(128, activation="relu", name="dense1"),
             layers.Dense(num_classes, name="dense2"),
         ],
         name="digits_cnn",

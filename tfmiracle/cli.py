@@ -97,12 +97,26 @@ def _run(argv):
             f"{name} takes {f'one {command.argument}' if command.argument else 'flags'}"
             f" and no more; received {positional}"
         )
-    # TensorFlow tells about missing GPUs unless it is asked not to.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with contextlib.redirect_stdout(sys.stderr):
         result = command.run(values, *positional)
     print(json.dumps(result) if values.json else command.show(result))
     return 0
+
+
+def _import_tensorflow():
+    """Imports TensorFlow without what it says about the GPUs that are not there."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), 2)
+    try:
+        import tensorflow as tf
+
+        tf.config.list_logical_devices()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def _usage():
@@ -131,8 +145,8 @@ def _define_compress(values):
     floating(
         "validation_fraction",
         0.0,
-        "Hold out this last part of the training set and report errors on it instead "
-        "of the test set, for choosing settings.",
+        "Hold out this part of the training set and report errors on it instead of the "
+        "test set, for choosing settings.",
     )
     flags.DEFINE_list(
         "hashing",
@@ -176,10 +190,10 @@ def _compress(values):
     if values.validation_fraction:
         data = data.hold_out(values.validation_fraction)
     start = time.monotonic()
-    net = _network(values.model, data, recipe.seed)
-
+    _import_tensorflow()
     from tfmiracle.compression import compress
 
+    net = _network(values.model, data, recipe.seed)
     result = compress(
         net,
         (data.x_train, data.y_train),
@@ -327,6 +341,7 @@ def _evaluate(values, path):
     file = MiracleFile.read(path)
     data = load_dataset(values.data)
 
+    _import_tensorflow()
     from tfmiracle.network import to_network
 
     net = to_network(decode(file))
@@ -434,6 +449,7 @@ def _export(values, path):
     if values.format != "saved_model" or not (output.is_dir() and values.overwrite):
         check_output(output, values.overwrite)
 
+    _import_tensorflow()
     from tfmiracle.network import load
 
     model = load(path)

@@ -134,6 +134,7 @@ def compress(
             batches(phase),
             epochs=epochs,
             steps_per_epoch=-(-steps // epochs),
+            shuffle=False,
             verbose=0 if callbacks else verbose,
             callbacks=list(callbacks),
         )
@@ -157,7 +158,7 @@ def compress(
 
     def say(text):
         if verbose:
-            keras.utils.io_utils.print_msg(text)
+            print(text, flush=True)
 
     evaluate("original", net)
     if recipe.warmup_steps:
@@ -191,7 +192,7 @@ def compress(
         recipe.finetune_steps,
         selection=recipe.selection,
         overwrite=overwrite,
-        metadata={"recipe": dataclasses.asdict(recipe), **(metadata or {})},
+        metadata={"recipe": recipe.changes(), **(metadata or {})},
         verbose=verbose,
     )
     steps = max(1, callback.steps_needed(variational))
@@ -242,7 +243,7 @@ def block_size_for(
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()
     posterior.fix([0], [0])
-    file = to_file(probe, {"recipe": dataclasses.asdict(recipe)})
+    file = to_file(probe, {"recipe": recipe.changes()})
     # What is stored may compress less after training than it does now.
     slack = sum(value.nbytes for value in file.stored) + 64
     fixed = len(file.to_bytes()) - file.payload_bytes + slack

@@ -30,21 +30,26 @@ class Dataset:
         return 1 + int(max(self.y_train.max(), self.y_test.max()))
 
     def hold_out(self, fraction: float) -> "Dataset":
-        """Replaces the test set by the last `fraction` of the training set.
+        """Replaces the test set by a part of the training set.
 
-        For choosing settings, so that the test set stays unseen.
+        For choosing settings, so that the test set stays unseen. The examples are
+        taken at even distances: archives are often sorted by class.
+
+        Raises:
+          ValueError: if no example would be left on one side.
         """
-        count = round(len(self.x_train) * fraction)
-        if not 0 < count < len(self.x_train):
+        position = np.arange(len(self.x_train) + 1) * fraction
+        held = np.floor(position[1:]) > np.floor(position[:-1])
+        if not 0 < fraction < 1 or not held.any() or held.all():
             raise ValueError(
                 "The fraction held out must leave examples on both sides. "
-                f"Received: {fraction}"
+                f"Received: {fraction} of {len(self.x_train)} examples"
             )
         return Dataset(
-            self.x_train[:-count],
-            self.y_train[:-count],
-            self.x_train[-count:],
-            self.y_train[-count:],
+            self.x_train[~held],
+            self.y_train[~held],
+            self.x_train[held],
+            self.y_train[held],
         )
 
 

@@ -11,7 +11,7 @@ import random
 import keras
 
 from tfmiracle.posterior import posterior_over
-from tfmiracle.scope import is_substituted, substitute
+from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
 class VariationalLayer:
@@ -71,8 +71,10 @@ class VariationalLayer:
             "seed": seed,
         }
         self.block_posterior = None
+        self._substituted = []
 
     def build(self, input_shape):
+        refuse_rematerialization(self)
         super().build(input_shape)
         self._substituted = list(self._trainable_variables)
         for variable in self._substituted:
@@ -99,7 +101,7 @@ class VariationalLayer:
         Args:
           warm: see `tfmiracle.posterior.BlockPosterior.initialize`.
         """
-        self.block_posterior.initialize(
+        self._built_posterior().initialize(
             [keras.ops.convert_to_numpy(v) for v in self._substituted],
             warm,
             self._options["log_scale"],

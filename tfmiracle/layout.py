@@ -7,6 +7,7 @@ trained, what is coded and what is decoded agree by construction.
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ class CodedVariable:
     scale_index: int = 0
 
     def __post_init__(self):
-        if self.hash_factor < 1:
+        if not _is_positive_integer(self.hash_factor):
             raise ValueError(
                 f"`hash_factor` must be a positive integer, got {self.hash_factor}."
             )
@@ -68,8 +69,10 @@ class WeightLayout:
     def __init__(self, variables: Sequence[CodedVariable], block_size: int, seed: int):
         self.variables = tuple(variables)
         self.seed = int(seed)
-        if block_size < 1:
-            raise ValueError(f"`block_size` must be >= 1, got {block_size}.")
+        if not _is_positive_integer(block_size):
+            raise ValueError(
+                f"`block_size` must be a positive integer, got {block_size}."
+            )
         if not self.num_effective:
             raise ValueError("There is no weight to code: the variables are empty.")
         self.block_size = min(int(block_size), self.num_effective)
@@ -175,3 +178,7 @@ class WeightLayout:
                 flat = mean * (np.linalg.norm(flat) / norm if norm else 1.0)
             parts.append(flat.astype(np.float32))
         return self.to_blocks(np.concatenate(parts))
+
+
+def _is_positive_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and value >= 1

@@ -4,7 +4,7 @@ import keras
 
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.posterior import BlockPosterior, match_path, posterior_over
-from tfmiracle.scope import is_substituted, substitute
+from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -37,10 +37,13 @@ class VariationalModel(keras.Model):
         start.
       quota_rate, log_scale_rate: see `tfmiracle.posterior.MeanKLPosterior`.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
+      coded: for each weight of `net`, its path if it is coded, else None; by default
+        chosen as described above. A saved model needs it, since Keras gives the weights
+        of a loaded `net` other paths.
 
     Raises:
-      ValueError: if `net` is not built or has nothing to code, or an argument is out of
-        range.
+      ValueError: if `net` is not built or has nothing to code, a pattern fits nothing,
+        or an argument is out of range.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class VariationalModel(keras.Model):
         quota_rate: float = 1.0,
         log_scale_rate: float = 1.0,
         seed: int = 0,
+        coded: list[str | None] | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -67,7 +71,10 @@ class VariationalModel(keras.Model):
                 f"`net` ({net.name!r}) has no weights yet. Build it first: give it an "
                 "Input, call it on data, or call `net.build(input_shape)`."
             )
+        refuse_rematerialization(net)
         self.net = net
+        if coded is None:
+            coded = _coded_paths(net, stored or [])
         self._options = {
             "parameterization": parameterization,
             "block_size": block_size,
@@ -80,43 +87,49 @@ class VariationalModel(keras.Model):
             "quota_rate": quota_rate,
             "log_scale_rate": log_scale_rate,
             "seed": seed,
+            "coded": list(coded),
         }
-        self._targets = [
-            v
-            for v in codable_variables(net)
-            if not any(match_path(v.path, pattern) for pattern in stored or [])
-        ]
-        if not self._targets:
+        variables = [v for v, path in zip(plain_weights(net), coded) if path]
+        if not variables:
             raise ValueError(
                 f"`net` ({net.name!r}) has no trainable weights that could be coded."
             )
-        options = {k: v for k, v in self._options.items() if k != "stored"}
+        # Not the variables, which Keras would save twice.
+        self._coded = frozenset(map(id, variables))
+        options = {
+            k: v for k, v in self._options.items() if k not in ("stored", "coded")
+        }
         if parameterization == "deterministic":
             for name in ("kl_bits", "quota_rate", "log_scale_rate"):
                 del options[name]
         self.block_posterior = posterior_over(
-            self._targets, warm_start=warm_start, name="posterior", **options
+            variables,
+            warm_start=warm_start,
+            paths=[path for path in coded if path],
+            name="posterior",
+            **options,
         )
         # Everything that does not train: the raw weights that samples stand in for,
         # and the posteriors of layers that now share the blocks of this model.
-        idle = [v for inner, _ in posteriors(net) for v in inner.trainable_variables]
-        self._idle = {id(v) for v in self._targets + idle}
+        idle = [v for inner, _ in posteriors(net) for v in inner.variables]
+        self._idle = self._coded.union(map(id, idle))
         self.built = True
 
     def build(self, input_shape=None):
         pass
 
     def call(self, inputs, training=None):
-        if all(is_substituted(v) for v in self._targets):
+        variables = self.coded_variables
+        if all(is_substituted(v) for v in variables):
             return self.net(inputs, training=training)
         values = self.block_posterior(training=training)
-        with substitute(self, self._targets, values):
+        with substitute(self, variables, values):
             return self.net(inputs, training=training)
 
     @property
     def coded_variables(self) -> list[keras.Variable]:
         """The variables of `net` that are coded, in its order."""
-        return list(self._targets)
+        return [v for v in plain_weights(self.net) if id(v) in self._coded]
 
     @property
     def posterior(self):
@@ -139,7 +152,7 @@ class VariationalModel(keras.Model):
           `net`.
         """
         values = self.block_posterior(training=sample)
-        for variable, value in zip(self._targets, values, strict=True):
+        for variable, value in zip(self.coded_variables, values, strict=True):
             variable.assign(value)
         return self.net
 
@@ -193,6 +206,23 @@ def codable_variables(net: keras.Model) -> list[keras.Variable]:
         for v in plain_weights(net)
         if (v.trainable or id(v) in covered) and "float" in v.dtype
     ]
+
+
+def _coded_paths(net, stored):
+    """For each of `plain_weights(net)` its path, or None if it is not coded."""
+    codable = codable_variables(net)
+    for pattern in stored:
+        if not any(match_path(v.path, pattern) for v in codable):
+            raise ValueError(
+                f"`stored` has a pattern {pattern!r} that fits no variable. "
+                f"The variables are: {', '.join(v.path for v in codable)}"
+            )
+    coded = {
+        id(v)
+        for v in codable
+        if not any(match_path(v.path, pattern) for pattern in stored)
+    }
+    return [v.path if id(v) in coded else None for v in plain_weights(net)]
 
 
 def plain_weights(model: keras.Model) -> list[keras.Variable]:

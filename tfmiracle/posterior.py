@@ -153,7 +153,9 @@ class BlockPosterior(keras.layers.Layer):
         ]
         if not training:
             return self._mean_values(*inputs)
-        noise = keras.random.normal(self.block_shape, seed=self.noise_seed)
+        noise = keras.random.normal(
+            self.block_shape, dtype="float32", seed=self.noise_seed
+        )
         return self._sample_values(*inputs, noise)
 
     # Sampling and hashing are many small element-wise operations, which XLA fuses; the
@@ -236,6 +238,8 @@ class BlockPosterior(keras.layers.Layer):
     ) -> None:
         """Starts the posterior at given values of the network's variables.
 
+        Started again, its coding scale is trained again, and no block is fixed.
+
         Args:
           values: one array per variable of the layout.
           warm: whether the values come from a trained network. If so, rho of each
@@ -245,8 +249,12 @@ class BlockPosterior(keras.layers.Layer):
           log_scale: initial log rho of a cold start.
 
         Raises:
-          ValueError: if a value is not finite.
+          ValueError: if a value or `log_scale` is not finite.
         """
+        if not math.isfinite(log_scale):
+            raise ValueError(
+                f"`log_scale` must be a finite number. Received: log_scale={log_scale}"
+            )
         for i, value in enumerate(values):
             if not np.all(np.isfinite(value)):
                 raise ValueError(
@@ -255,17 +263,20 @@ class BlockPosterior(keras.layers.Layer):
                 )
         loc = self.layout.project(values)
         index = self.layout.scale_index_of_slot()
-        scale = np.full(self.layout.num_scales, math.exp(log_scale))
+        log_scale = np.full(self.layout.num_scales, log_scale, np.float64)
         if warm:
             flat, mask = index.reshape(-1), self.layout.mask().reshape(-1)
             count = np.bincount(flat, mask, self.layout.num_scales)
             power = np.bincount(
                 flat, np.square(loc.reshape(-1), dtype=np.float64), len(count)
             )
-            scale = np.where(power > 0, np.sqrt(power / np.maximum(count, 1)), scale)
-        scale = np.clip(scale, math.exp(-_MAX_LOG_SCALE), math.exp(_MAX_LOG_SCALE))
-        self._raw_log_scale.assign(np.log(scale) / self.log_scale_rate)
-        self._initialize(loc, scale[index], warm)
+            some = power > 0
+            log_scale[some] = 0.5 * np.log(power[some] / count[some])
+        log_scale = np.clip(log_scale, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
+        self._raw_log_scale.assign(log_scale / self.log_scale_rate)
+        self._final_scale.assign(np.zeros(self.layout.num_scales))
+        self.indices.assign(np.full(self.layout.num_blocks, -1))
+        self._initialize(loc, np.exp(log_scale)[index], warm)
 
     @property
     def fixed(self) -> np.ndarray:
@@ -280,8 +291,14 @@ class BlockPosterior(keras.layers.Layer):
           indices: index of the candidate of each block, below `2**block_bits`.
 
         Raises:
-          ValueError: if the coding scale is not final yet.
+          ValueError: if the coding scale is not final yet, or an index is out of range.
         """
+        indices = np.asarray(indices)
+        if np.any((indices < 0) | (indices >= 2**self.block_bits)):
+            raise ValueError(
+                f"`indices` must be from 0 to {2**self.block_bits - 1}, which "
+                f"{self.block_bits} bits can say. Received: indices={indices}"
+            )
         if not np.all(keras.ops.convert_to_numpy(self._final_scale) > 0):
             raise ValueError(
                 "The coding scale is still trained. Call `finalize_coding_scale()` "
@@ -290,14 +307,14 @@ class BlockPosterior(keras.layers.Layer):
         candidates = codebooks.candidates(
             self.layout.seed,
             np.asarray(blocks),
-            np.asarray(indices),
+            indices,
             self.layout.block_size,
             shared=self.codebook == "shared",
         )
         rows = np.asarray(blocks, np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
         self._candidates.value.scatter_nd_update(rows, candidates)
-        self.indices.value.scatter_nd_update(rows, np.asarray(indices, np.int32))
+        self.indices.value.scatter_nd_update(rows, indices.astype(np.int32))
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -413,6 +430,7 @@ def posterior_over(
     hashing: dict[str, int] | None = None,
     warm_start: bool = False,
     log_scale: float = -2.0,
+    paths: Sequence[str] | None = None,
     **options,
 ) -> BlockPosterior:
     """Builds a posterior over Keras variables, started at their present values.
@@ -423,8 +441,10 @@ def posterior_over(
       variables: the variables.
       parameterization: a key of `PARAMETERIZATIONS`.
       block_size, seed: see `WeightLayout`.
-      hashing: pattern of a variable's path -> hash factor, see `match_path`.
+      hashing: pattern of a variable's path -> hash factor, see `match_path`; where
+        several fit, the last one counts.
       warm_start, log_scale: see `BlockPosterior.initialize`.
+      paths: paths of the variables, which tell their layers; by default Keras'.
       **options: passed to the posterior's constructor.
 
     Raises:
@@ -436,7 +456,7 @@ def posterior_over(
             f"`parameterization` must be one of {sorted(PARAMETERIZATIONS)}. "
             f"Received: parameterization={parameterization!r}"
         )
-    paths = [v.path for v in variables]
+    paths = [v.path for v in variables] if paths is None else paths
     factors = [1] * len(paths)
     for pattern, factor in (hashing or {}).items():
         matches = [i for i, path in enumerate(paths) if match_path(path, pattern)]

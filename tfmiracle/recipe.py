@@ -79,6 +79,14 @@ class Recipe:
                 f"Received: decay={self.decay!r}"
             )
 
+    def changes(self) -> dict:
+        """The fields that differ from the defaults."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
 
 PAPER = Recipe(
     codebook="per_block",

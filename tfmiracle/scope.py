@@ -19,7 +19,8 @@ class SubstitutionScope(keras.StatelessScope):
     one, else to the variables themselves. Where such scopes are nested, the outermost
     one that substitutes a variable wins.
 
-    Losses added inside are found in `losses` after the scope; its owner adds them.
+    Losses added inside go to the enclosing scope; where there is none, they are found
+    in `losses` afterwards and the owner of the scope adds them.
 
     Args:
       variables: `keras.Variable`s to substitute.
@@ -27,11 +28,12 @@ class SubstitutionScope(keras.StatelessScope):
     """
 
     def __init__(self, variables: Sequence[keras.Variable], values: Sequence):
-        super().__init__(
-            list(zip(variables, values, strict=True)),
-            collect_losses=True,
-            initialize_variables=False,
-        )
+        super().__init__(collect_losses=True, initialize_variables=False)
+        for variable, value in zip(variables, values, strict=True):
+            # Not `variable.dtype`, which is what the layer around this scope computes
+            # in: each layer inside casts what it reads to its own.
+            value = keras.ops.convert_to_tensor(value, variable._dtype)
+            self.state_mapping[id(variable)] = value
 
     def substitutes(self, variable: keras.Variable) -> bool:
         """Whether this scope, or one like it around it, substitutes `variable`."""
@@ -58,6 +60,12 @@ class SubstitutionScope(keras.StatelessScope):
         else:
             variable._direct_assign(value)
 
+    def add_loss(self, loss):
+        if self.original_scope is None:
+            super().add_loss(loss)
+        elif self.original_scope.collect_losses:
+            self.original_scope.add_loss(loss)
+
 
 @contextlib.contextmanager
 def substitute(
@@ -75,6 +83,21 @@ def substitute(
     for variable, value in zip(variables, values, strict=True):
         if variable.regularizer is not None:
             owner.add_loss(variable.regularizer(value))
+
+
+def refuse_rematerialization(layer: keras.layers.Layer) -> None:
+    """Raises a ValueError if a layer was made in a `keras.RematScope`.
+
+    What is computed anew for the gradient would not see substituted values, nor have
+    the noise of the first time, and the gradients would silently be wrong.
+    """
+    for part in layer._flatten_layers():
+        mode = getattr(part._remat_mode, "mode", None)
+        if mode not in (None, "activations"):
+            raise ValueError(
+                f"Layer {part.name!r} was made in keras.RematScope(mode={mode!r}), in "
+                "which variational weights have no gradients. Make it outside."
+            )
 
 
 def is_substituted(variable: keras.Variable) -> bool:

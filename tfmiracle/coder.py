@@ -1,0 +1,454 @@
+"""Minimal random coding: a block of weights becomes the index of a random candidate.
+
+Encoder and decoder share a codebook of K = 2**block_bits standard normal candidates.
+The encoder draws an index with probability proportional to the importance weight
+r = dQ/dP of the candidate (Havasi, Peharz and Hernández-Lobato, "Minimal random code
+learning", ICLR 2019), or takes the candidate of largest weight.
+
+The K weights are never held together. A compiled pass over the codebook keeps two
+numbers for each leaf of 1024 consecutive candidates: the mean of their weights and the
+largest. NumPy chooses a leaf from these, computes its candidates as the decoder does,
+weighs them in float64 and chooses one.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfmiracle import philox
+from tfmiracle.codebook import (
+    PER_CALL,
+    candidates,
+    normal_quantiles,
+    normals,
+    symmetry,
+)
+from tfmiracle.philox import Domain
+
+CODEBOOKS = ("per_block", "shared")
+SELECTIONS = ("sample", "largest_weight")
+MAX_BLOCK_BITS = 28
+MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
+LEAF = 1 << 10
+
+_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
+_PRODUCT_BLOCKS = 64  # blocks scored by one matrix product, padded to this number
+_PRODUCT_MIN = 8  # blocks from which that is faster than one after the other
+_PRODUCT_CONDITION = 1 << 14  # see _condition; keeps log weights to about 1e-3 nats
+
+
+class EncodedBlocks(NamedTuple):
+    """What `MinimalRandomCoder.encode` found for each block.
+
+    Attributes:
+      indices: int64 `[B]`, the chosen candidates.
+      log_weight: float32 `[B]`, log importance weight of the chosen candidate, in nats.
+      log_evidence: float32 `[B]`, log of the mean importance weight of all candidates,
+        in nats. Its ideal is 0; far below, the codebook is too small for the block's
+        KL divergence.
+    """
+
+    indices: np.ndarray
+    log_weight: np.ndarray
+    log_evidence: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class MinimalRandomCoder:
+    """Encodes blocks of independent Gaussian weights, and decodes them.
+
+    Everything is relative to the coding distribution P = N(nu, rho**2): a weight with
+    Q = N(mu, sigma**2) has loc = (mu - nu) / rho and log_scale = log(sigma / rho), and
+    a decoded z stands for the weight nu + rho * z.
+
+    Attributes:
+      block_bits: bits of an index, 0 to 28: there are K = 2**block_bits candidates.
+      seed: unsigned 64-bit integer, which fixes the codebooks and the selection.
+      codebook: "per_block" draws the candidates of each block independently, "shared"
+        draws them once, and each block sees them shuffled and flipped
+        (`tfmiracle.codebook.symmetry`). Shared, many blocks of one call are encoded an
+        order of magnitude faster on a CPU.
+      selection: "sample" draws k with probability r_k / sum(r), the rule of Havasi et
+        al.; "largest_weight" takes the largest r_k, of equal ones the first.
+
+    Raises:
+      ValueError: an attribute is out of range or an unknown name.
+    """
+
+    block_bits: int
+    seed: int
+    codebook: str = "per_block"
+    selection: str = "sample"
+
+    def __post_init__(self) -> None:
+        if (
+            not isinstance(self.block_bits, (int, np.integer))
+            or not 0 <= self.block_bits <= MAX_BLOCK_BITS
+        ):
+            raise ValueError(
+                f"block_bits = {self.block_bits!r}; pass an integer from 0 to "
+                f"{MAX_BLOCK_BITS} (encoding takes time as 2**block_bits)."
+            )
+        philox.split_seed(self.seed)
+        for name, known in (("codebook", CODEBOOKS), ("selection", SELECTIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}; pass one of {known}."
+                )
+
+    def encode(
+        self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+    ) -> EncodedBlocks:
+        """Chooses a candidate for each block.
+
+        A dimension with loc = log_scale = 0, such as padding, contributes exactly
+        nothing to any weight.
+
+        The leaf is chosen by float32 weights, whose logarithms are good to about 1e-6
+        of the largest term in them, or to about 1e-3 nats where a shared codebook is
+        scored by matrix products. Within the leaf everything is float64.
+
+        Args:
+          blocks: integers `[B]` from 0 to 2**32 - 1, the numbers of the blocks.
+          loc: float32 `[B, D]`, (mu - nu) / rho.
+          log_scale: float32 `[B, D]`, log(sigma / rho), from -80 to 80 nats.
+
+        Returns:
+          `EncodedBlocks`.
+
+        Raises:
+          ValueError: shapes do not fit, or a block has a value out of range.
+        """
+        blocks, loc, log_scale = _checked(blocks, loc, log_scale)
+        if self.codebook == "shared":
+            # Not the codebook is shuffled and flipped, but what it is compared with.
+            shuffle, flip = symmetry(self.seed, blocks, loc.shape[1])
+            inverse = np.argsort(shuffle, axis=1)
+            loc = np.take_along_axis(flip * loc, inverse, axis=1)
+            log_scale = np.take_along_axis(log_scale, inverse, axis=1)
+        batches = self._batches(loc, log_scale)
+        result = EncodedBlocks(
+            np.empty(len(blocks), np.int64),
+            np.empty(len(blocks), np.float32),
+            np.empty(len(blocks), np.float32),
+        )
+
+        def encode_batch(rows: np.ndarray) -> None:
+            means, maxima = self._leaves(blocks[rows], loc[rows], log_scale[rows])
+            for n, row in enumerate(rows):
+                chosen = self._choose(
+                    blocks[row], loc[row], log_scale[row], means[n], maxima[n]
+                )
+                for array, value in zip(result, chosen, strict=True):
+                    array[row] = value
+
+        # XLA runs the passes' loops on one core each.
+        with concurrent.futures.ThreadPoolExecutor(_workers()) as pool:
+            list(pool.map(encode_batch, batches))
+        return result
+
+    def decode(
+        self, blocks: np.ndarray, indices: np.ndarray, block_size: int
+    ) -> np.ndarray:
+        """Returns the candidates at `indices`: float32 `[B, D]`, standard normal.
+
+        The same as `tfmiracle.codebook.candidates`, which needs no TensorFlow.
+        """
+        shared = self.codebook == "shared"
+        return candidates(self.seed, blocks, indices, block_size, shared)
+
+    def _address(self, blocks: np.ndarray) -> tuple[Domain, np.ndarray]:
+        """Returns the domain and the streams of the blocks' candidates."""
+        if self.codebook == "shared":
+            return Domain.SHARED_CODEBOOK, np.zeros_like(blocks)
+        return Domain.CODEBOOK, blocks
+
+    def _batches(self, loc: np.ndarray, log_scale: np.ndarray) -> list[np.ndarray]:
+        """Returns the rows to encode together: one, or some for a matrix product."""
+        products = []
+        # On a GPU, products may be rounded to TensorFloat-32, and are not needed.
+        if self.codebook == "shared" and not _on_gpu():
+            rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
+            products = [
+                rows[start : start + _PRODUCT_BLOCKS]
+                for start in range(0, len(rows), _PRODUCT_BLOCKS)
+            ]
+            products = [rows for rows in products if len(rows) >= _PRODUCT_MIN]
+        singles = np.setdiff1d(np.arange(len(loc)), np.concatenate([[], *products]))
+        return products + list(singles[:, np.newaxis])
+
+    def _leaves(
+        self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns log mean and log maximum of the weights, `[B, leaves]` each."""
+        domain, streams = self._address(blocks)
+        # Whole calls of Philox, and for products whole batches.
+        count = 1 if len(blocks) == 1 else _PRODUCT_BLOCKS
+        padding = [(0, count - len(blocks)), (0, -loc.shape[1] % PER_CALL)]
+        loc, log_scale = (
+            np.pad(x.astype(np.float64), padding) for x in (loc, log_scale)
+        )
+        precision = np.exp(-2 * log_scale)
+        log_volume = log_scale.sum(1)
+        if len(blocks) == 1:
+            make = _direct_pass
+            inputs = (loc[0], np.exp(-log_scale[0]), log_volume[0])
+        else:
+            make = _product_pass
+            inputs = (
+                0.5 * (1 - precision),
+                loc * precision,
+                -0.5 * (loc**2 * precision).sum(1) - log_volume,
+            )
+        means, maxima = make(self.block_bits, loc.shape[1] // PER_CALL, _on_gpu())(
+            tf.constant(philox.split_seed(self.seed), tf.uint32),
+            tf.constant(streams[0], tf.uint32),
+            tf.constant(domain, tf.uint32),
+            *(tf.constant(x, tf.float32) for x in inputs),
+        )
+        return means.numpy(), maxima.numpy()
+
+    def _choose(
+        self,
+        block: np.uint32,
+        loc: np.ndarray,
+        log_scale: np.ndarray,
+        means: np.ndarray,
+        maxima: np.ndarray,
+    ) -> tuple[int, float, float]:
+        """Returns index, log weight and log evidence of a block."""
+        uniforms = _uniforms(self.seed, block)
+        means = means.astype(np.float64)
+        size = min(LEAF, 1 << self.block_bits)
+        leaf = size * self._select(means, maxima, uniforms[0])
+        indices = np.arange(leaf, leaf + size, dtype=np.uint32)
+        domain, streams = self._address(np.full(size, block))
+        z = normals(self.seed, domain, streams, indices, len(loc)).astype(np.float64)
+        t = (z - loc) * np.exp(-log_scale.astype(np.float64))
+        weights = 0.5 * ((z - t) * (z + t)).sum(1) - log_scale.sum(dtype=np.float64)
+        chosen = self._select(weights, weights, uniforms[1])
+        log_evidence = np.logaddexp.reduce(means) - math.log(len(means))
+        return indices[chosen], weights[chosen], log_evidence
+
+    def _select(self, means: np.ndarray, maxima: np.ndarray, uniform: float) -> int:
+        if self.selection == "largest_weight":
+            return int(np.argmax(maxima))
+        return _inverse_cdf(means, uniform)
+
+
+def _checked(
+    blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    blocks = philox.as_uint32("blocks", blocks)
+    loc, log_scale = np.asarray(loc, np.float32), np.asarray(log_scale, np.float32)
+    if blocks.ndim != 1:
+        raise ValueError(f"blocks has shape {blocks.shape}; pass a vector.")
+    for name, value in (("loc", loc), ("log_scale", log_scale)):
+        if value.ndim != 2 or len(value) != len(blocks) or value.shape[1] == 0:
+            raise ValueError(
+                f"{name} has shape {value.shape}; pass one of ({len(blocks)}, "
+                "block size), a row for each of the blocks."
+            )
+        bad = ~np.isfinite(value).all(1)
+        if bad.any():
+            raise ValueError(
+                f"{name} of block {blocks[bad.argmax()]} is not finite; look for "
+                "divergence in training."
+            )
+    if loc.shape != log_scale.shape:
+        raise ValueError(
+            f"loc and log_scale have shapes {loc.shape} and {log_scale.shape}; "
+            "pass arrays of the same shape."
+        )
+    bad = np.abs(log_scale).max(1) > MAX_LOG_SCALE
+    if bad.any():
+        row = bad.argmax()
+        value = log_scale[row, np.abs(log_scale[row]).argmax()]
+        raise ValueError(
+            f"log_scale of block {blocks[row]} holds {value}; pass values from "
+            f"{-MAX_LOG_SCALE} to {MAX_LOG_SCALE} nats."
+        )
+    return blocks, loc, log_scale
+
+
+def _condition(loc: np.ndarray, log_scale: np.ndarray) -> np.ndarray:
+    """Returns how large the terms of the expanded quadratic form are, `[B]`.
+
+    Written as a * z**2 + b * z + c, a log weight near its maximum is a small
+    difference of terms of this size: where float32 rounds them by a nat or more, only
+    the form ((z - loc) / scale)**2 will do. No candidate is closer to 0 than 2**-16.
+    """
+    t = (np.abs(loc) + 2.0**-16) * np.exp(-log_scale.astype(np.float64))
+    return (t * (t + 1)).sum(1)
+
+
+def _uniforms(seed: int, block: np.uint32) -> np.ndarray:
+    """Returns a block's two random numbers of 53 bits in [0, 1)."""
+    words = philox.words(seed, Domain.SELECTION, block, 4).astype(np.uint64)
+    return ((words[::2] << np.uint64(32) | words[1::2]) >> np.uint64(11)) * 2.0**-53
+
+
+def _inverse_cdf(log_weights: np.ndarray, uniform: float) -> int:
+    cumulative = np.cumsum(np.exp(log_weights - log_weights.max()))
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+
+
+def _on_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))
+
+
+def _workers() -> int:
+    return 1 if _on_gpu() else os.cpu_count() or 1
+
+
+# The compiled passes over a codebook. XLA computes a value anew in each loop that uses
+# it, and a loop with a gather may become scalar code altogether. What tf.map_fn and
+# tf.foldl return, however, is stored. Below they keep the integer arithmetic, the
+# gathers and the reductions apart, which makes the passes several times faster.
+
+
+@functools.cache
+def _direct_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
+    """Returns the pass for one block, whatever its mean and scale.
+
+    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, then
+    float32: loc `[8 * calls]`, 1 / scale `[8 * calls]` and the sum of log_scale `[]`.
+    It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
+    """
+    # Steps that stay in the cache of a core, or keep a GPU busy.
+    chunk, step = (1 << 20, 1 << 18) if gpu else (1 << 14, 1 << 11)
+    chunk, step = min(chunk, 1 << block_bits), min(step, 1 << block_bits)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(key, stream, domain, loc, inverse_scale, log_volume):
+        loc = tf.reshape(loc, [calls, PER_CALL])
+        inverse_scale = tf.reshape(inverse_scale, [calls, PER_CALL])
+
+        def add(total, dims):
+            words, loc, inverse_scale = dims
+            for z, m, s in zip(
+                _table_normals(words), tf.unstack(loc), tf.unstack(inverse_scale)
+            ):
+                t = (z - m) * s
+                total += (z - t) * (z + t)  # without cancellation, 0 for padding
+            return total
+
+        def log_weights(first):
+            words = _calls(first, step, calls, stream, domain, key)
+            total = tf.foldl(add, (words, loc, inverse_scale), tf.zeros([step]))
+            return tf.maximum(0.5 * total - log_volume, _LOWEST)
+
+        def reduce_chunk(first):
+            steps = first + tf.range(0, chunk, step)
+            x = tf.map_fn(log_weights, steps, fn_output_signature=tf.float32)
+            return _reduce_leaves(tf.reshape(x, [1, chunk]))
+
+        return _for_each_chunk(reduce_chunk, block_bits, chunk)
+
+    return run
+
+
+@functools.cache
+def _product_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
+    """Returns the pass for a batch of B = 64 blocks that share a codebook.
+
+    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, then a and
+    b, float32 `[B, 8 * calls]`, and c, float32 `[B]`, of the log weights
+    sum(a * z**2 + b * z) + c. It returns log mean and log maximum of the weights in
+    each leaf, `[B, leaves]`.
+    """
+    del gpu
+    chunk = min(1 << 12, 1 << block_bits)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(key, stream, domain, a, b, c):
+        def reduce_chunk(first):
+            z = tf.map_fn(
+                _table_normals,
+                _calls(first, chunk, calls, stream, domain, key),
+                fn_output_signature=[tf.float32] * PER_CALL,
+            )
+            z = tf.reshape(tf.stack(z, axis=1), [calls * PER_CALL, chunk])
+            x = tf.matmul(a, z * z) + tf.matmul(b, z) + c[:, tf.newaxis]
+            return _reduce_leaves(x)
+
+        return _for_each_chunk(reduce_chunk, block_bits, chunk)
+
+    return run
+
+
+def _for_each_chunk(reduce_chunk, block_bits, chunk):
+    results = tf.map_fn(
+        reduce_chunk,
+        tf.range(0, 1 << block_bits, chunk),
+        fn_output_signature=(tf.float32, tf.float32),
+    )
+    # [chunks, B, leaves of a chunk] to [B, leaves]
+    return tuple(
+        tf.reshape(tf.transpose(x, [1, 0, 2]), [x.shape[1], -1]) for x in results
+    )
+
+
+def _reduce_leaves(x):
+    """Returns log mean and maximum of exp(x) in each leaf of x `[B, candidates]`."""
+    x = tf.reshape(x, [x.shape[0], -1, min(LEAF, x.shape[1])])
+    top = tf.reduce_max(x, -1)
+    return top + tf.math.log(tf.reduce_mean(tf.exp(x - top[..., tf.newaxis]), -1)), top
+
+
+def _calls(first, count, calls, stream, domain, key):
+    """Returns Philox of `count` candidates, complex128 `[calls, count]`."""
+    index = tf.cast(first + tf.range(count), tf.uint32)
+    return tf.map_fn(
+        lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),
+        tf.range(calls),
+        fn_output_signature=tf.complex128,
+    )
+
+
+def _philox(counter, key):
+    """Returns the four words of `philox.philox4x32` in one complex128.
+
+    As four outputs, XLA would compute all rounds four times over. Words 0 and 1 are
+    the bits of the real part, low half first, words 2 and 3 those of the imaginary.
+    """
+    half, mask = (tf.constant(x, tf.uint64) for x in (32, 0xFFFFFFFF))
+    multipliers = [tf.constant(x, tf.uint64) for x in philox.MULTIPLIERS]
+    increments = [tf.constant(x, tf.uint32) for x in philox.KEY_INCREMENTS]
+    x0, x1, x2, x3 = (tf.cast(x, tf.uint64) for x in counter)
+    k0, k1 = tf.unstack(key)
+    for _ in range(philox.ROUNDS):
+        # The masks change nothing, but say that a 32-bit multiplication will do.
+        p0, p1 = (x0 & mask) * multipliers[0], (x2 & mask) * multipliers[1]
+        x0 = tf.bitwise.right_shift(p1, half) ^ x1 ^ tf.cast(k0, tf.uint64)
+        x2 = tf.bitwise.right_shift(p0, half) ^ x3 ^ tf.cast(k1, tf.uint64)
+        x1, x3 = p1 & mask, p0 & mask
+        k0, k1 = k0 + increments[0], k1 + increments[1]
+    pairs = (
+        low | tf.bitwise.left_shift(high, half) for low, high in ((x0, x1), (x2, x3))
+    )
+    return tf.complex(*(tf.bitcast(pair, tf.float64) for pair in pairs))
+
+
+def _table_normals(words):
+    """Returns the eight normals of each result of `_philox`, a list of float32."""
+    table = tf.constant(normal_quantiles())
+    mask = tf.constant(0xFFFF, tf.uint64)
+    result = []
+    for part in (tf.math.real(words), tf.math.imag(words)):
+        bits = tf.bitcast(part, tf.uint64)
+        for shift in range(0, 64, 16):
+            position = (
+                tf.bitwise.right_shift(bits, tf.constant(shift, tf.uint64)) & mask
+            )
+            result.append(tf.gather(table, tf.cast(position, tf.int32)))
+    return result
