@@ -115,7 +115,8 @@ class MinimalRandomCoder:
 
         The leaf is chosen by float32 weights, whose logarithms are good to about 1e-6
         of the largest term in them, or to about 1e-3 nats where a shared codebook is
-        scored by matrix products. Within the leaf everything is float64.
+        scored by matrix products. Within the leaf everything is float64. But for this
+        rounding, a block's index does not depend on the other blocks of the call.
 
         Args:
           blocks: integers `[B]` from 0 to 2**32 - 1, the numbers of the blocks.
@@ -130,7 +131,7 @@ class MinimalRandomCoder:
         """
         blocks, loc, log_scale = _checked(blocks, loc, log_scale)
         if self.codebook == "shared":
-            # Not the codebook is shuffled and flipped, but what it is compared with.
+            # Instead of the codebook, shuffle and flip what it is compared with.
             shuffle, flip = symmetry(self.seed, blocks, loc.shape[1])
             inverse = np.argsort(shuffle, axis=1)
             loc = np.take_along_axis(flip * loc, inverse, axis=1)
@@ -151,7 +152,7 @@ class MinimalRandomCoder:
                 for array, value in zip(result, chosen, strict=True):
                     array[row] = value
 
-        # XLA runs the passes' loops on one core each.
+        # XLA runs the loops of a pass on one core.
         with concurrent.futures.ThreadPoolExecutor(_workers()) as pool:
             list(pool.map(encode_batch, batches))
         return result
@@ -174,17 +175,17 @@ class MinimalRandomCoder:
 
     def _batches(self, loc: np.ndarray, log_scale: np.ndarray) -> list[np.ndarray]:
         """Returns the rows to encode together: one, or some for a matrix product."""
-        products = []
-        # On a GPU, products may be rounded to TensorFloat-32, and are not needed.
+        batches = []
+        alone = np.ones(len(loc), bool)
+        # A GPU may round products to TensorFloat-32, and does well without them.
         if self.codebook == "shared" and not _on_gpu():
             rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
-            products = [
-                rows[start : start + _PRODUCT_BLOCKS]
-                for start in range(0, len(rows), _PRODUCT_BLOCKS)
-            ]
-            products = [rows for rows in products if len(rows) >= _PRODUCT_MIN]
-        singles = np.setdiff1d(np.arange(len(loc)), np.concatenate([[], *products]))
-        return products + list(singles[:, np.newaxis])
+            for start in range(0, len(rows), _PRODUCT_BLOCKS):
+                batch = rows[start : start + _PRODUCT_BLOCKS]
+                if len(batch) >= _PRODUCT_MIN:
+                    batches.append(batch)
+                    alone[batch] = False
+        return batches + list(np.flatnonzero(alone)[:, np.newaxis])
 
     def _leaves(
         self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
@@ -204,12 +205,11 @@ class MinimalRandomCoder:
             inputs = (loc[0], np.exp(-log_scale[0]), log_volume[0])
         else:
             make = _product_pass
+            constant = -0.5 * (loc**2 * precision).sum(1) - log_volume
             inputs = (
-                0.5 * (1 - precision),
-                loc * precision,
-                -0.5 * (loc**2 * precision).sum(1) - log_volume,
+                np.hstack([0.5 * (1 - precision), loc * precision, constant[:, None]]),
             )
-        means, maxima = make(self.block_bits, loc.shape[1] // PER_CALL, _on_gpu())(
+        means, maxima = make(self.block_bits, loc.shape[1] // PER_CALL)(
             tf.constant(philox.split_seed(self.seed), tf.uint32),
             tf.constant(streams[0], tf.uint32),
             tf.constant(domain, tf.uint32),
@@ -235,6 +235,7 @@ class MinimalRandomCoder:
         z = normals(self.seed, domain, streams, indices, len(loc)).astype(np.float64)
         t = (z - loc) * np.exp(-log_scale.astype(np.float64))
         weights = 0.5 * ((z - t) * (z + t)).sum(1) - log_scale.sum(dtype=np.float64)
+        weights = np.maximum(weights, _LOWEST)
         chosen = self._select(weights, weights, uniforms[1])
         log_evidence = np.logaddexp.reduce(means) - math.log(len(means))
         return indices[chosen], weights[chosen], log_evidence
@@ -307,7 +308,11 @@ def _on_gpu() -> bool:
 
 
 def _workers() -> int:
-    return 1 if _on_gpu() else os.cpu_count() or 1
+    if _on_gpu():
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # The compiled passes over a codebook. XLA computes a value anew in each loop that uses
@@ -317,7 +322,7 @@ def _workers() -> int:
 
 
 @functools.cache
-def _direct_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
+def _direct_pass(block_bits: int, calls: int) -> Callable:
     """Returns the pass for one block, whatever its mean and scale.
 
     Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, then
@@ -325,7 +330,7 @@ def _direct_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
     It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
     """
     # Steps that stay in the cache of a core, or keep a GPU busy.
-    chunk, step = (1 << 20, 1 << 18) if gpu else (1 << 14, 1 << 11)
+    chunk, step = (1 << 20, 1 << 18) if _on_gpu() else (1 << 14, 1 << 11)
     chunk, step = min(chunk, 1 << block_bits), min(step, 1 << block_bits)
 
     @tf.function(jit_compile=True, autograph=False)
@@ -358,19 +363,17 @@ def _direct_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
 
 
 @functools.cache
-def _product_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
+def _product_pass(block_bits: int, calls: int) -> Callable:
     """Returns the pass for a batch of B = 64 blocks that share a codebook.
 
-    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, then a and
-    b, float32 `[B, 8 * calls]`, and c, float32 `[B]`, of the log weights
-    sum(a * z**2 + b * z) + c. It returns log mean and log maximum of the weights in
-    each leaf, `[B, leaves]`.
+    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, and the
+    coefficients of z**2, z and 1 in the log weights, float32 `[B, 16 * calls + 1]`. It
+    returns log mean and log maximum of the weights in each leaf, `[B, leaves]`.
     """
-    del gpu
     chunk = min(1 << 12, 1 << block_bits)
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, stream, domain, a, b, c):
+    def run(key, stream, domain, coefficients):
         def reduce_chunk(first):
             z = tf.map_fn(
                 _table_normals,
@@ -378,8 +381,8 @@ def _product_pass(block_bits: int, calls: int, gpu: bool) -> Callable:
                 fn_output_signature=[tf.float32] * PER_CALL,
             )
             z = tf.reshape(tf.stack(z, axis=1), [calls * PER_CALL, chunk])
-            x = tf.matmul(a, z * z) + tf.matmul(b, z) + c[:, tf.newaxis]
-            return _reduce_leaves(x)
+            powers = tf.concat([z * z, z, tf.ones([1, chunk])], axis=0)
+            return _reduce_leaves(tf.matmul(coefficients, powers))
 
         return _for_each_chunk(reduce_chunk, block_bits, chunk)
 

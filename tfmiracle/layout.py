@@ -105,8 +105,8 @@ class WeightLayout:
     def hashing(self, variable_index: int) -> tuple[np.ndarray, np.ndarray]:
         """How the entries of a hashed variable share its effective weights.
 
-        Every effective weight serves `hash_factor` entries (the last ones may serve
-        one less), each with a random sign.
+        Each effective weight serves the same number of entries, at most `hash_factor`
+        (the last ones may serve one less), each with a random sign.
 
         Returns:
           int64[size], the effective weight of each entry counted from the variable's

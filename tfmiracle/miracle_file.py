@@ -37,7 +37,8 @@ STORED_DTYPES = (
 )
 DEFAULT_MAX_WEIGHTS = 1 << 28
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
-_MAX_DESCRIPTION_BYTES = 1 << 26
+_MAX_DESCRIPTION_BYTES = 1 << 24
+_MAX_DIMENSIONS = 32  # of arrays in NumPy 1
 
 
 class FileFormatError(ValueError):
@@ -261,7 +262,7 @@ def write_atomically(
     check_output(path, overwrite)
     path = pathlib.Path(path)
     handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+        dir=path.parent, prefix=".miracle-", suffix=".tmp"
     )
     try:
         with os.fdopen(handle, "wb") as file:
@@ -364,8 +365,9 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
             dtype = None
         else:
             dtype = STORED_DTYPES[take(len(STORED_DTYPES) - 1)]
-        shape = tuple(take(2**40) for _ in range(take(64)))
-        total += math.prod(shape)
+        shape = tuple(take(2**40) for _ in range(take(_MAX_DIMENSIONS)))
+        # A length of 0 does not excuse others that no array can have.
+        total += math.prod(max(length, 1) for length in shape)
         if total > max_weights:
             raise FileFormatError(
                 f"The file claims more than {max_weights:,} weights. If you trust "
@@ -416,6 +418,8 @@ def _parse_stored(stored: bytes, shapes) -> list[np.ndarray]:
     for dtype, shape in todo:
         count = math.prod(shape)
         little = np.frombuffer(raw, dtype.newbyteorder("<"), count, start)
+        if dtype.kind == "b" and np.any(little.view(np.uint8) > 1):
+            raise FileFormatError("A stored boolean is neither 0 nor 1.")
         values.append(little.astype(dtype).reshape(shape))
         start += count * dtype.itemsize
     return values

@@ -174,7 +174,7 @@ def signs(
         raise ValueError(f"n = {n}; pass an integer of at least 0.")
     source = np.ascontiguousarray(words(seed, domain, stream, -(-n // 32)), "<u4")
     bits = np.unpackbits(source.view(np.uint8), axis=-1, count=n, bitorder="little")
-    result = bits * np.float32(-2)
+    result = np.multiply(bits, -2, dtype=np.float32)
     result += 1
     return result
 

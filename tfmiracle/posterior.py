@@ -1,9 +1,8 @@
 """The posterior Q over the effective weights, in blocks, and what is fixed of it."""
 
 import fnmatch
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -81,6 +80,9 @@ class BlockPosterior(keras.layers.Layer):
         )
         with tf.init_scope():
             self._tables = _Tables(layout)
+        # Sampling and hashing are many small element-wise operations, which XLA fuses.
+        # The network around them stays outside: on a CPU, XLA slows convolutions down.
+        self._compiled_values = tf.function(self._values, jit_compile=True)
         self.built = True
 
     @property
@@ -144,31 +146,21 @@ class BlockPosterior(keras.layers.Layer):
     # Values of the network's variables.
 
     def call(self, training: bool | None = None) -> list[tf.Tensor]:
-        inputs = [
+        noise = None
+        if training:
+            noise = keras.random.normal(
+                self.block_shape, dtype="float32", seed=self.noise_seed
+            )
+        return self._compiled_values(
             [tf.convert_to_tensor(p) for p in self._parameters()],
             self._log_scale(),
             self._scale(),
             tf.convert_to_tensor(self._candidates),
             tf.convert_to_tensor(self.indices) >= 0,
-        ]
-        if not training:
-            return self._mean_values(*inputs)
-        noise = keras.random.normal(
-            self.block_shape, dtype="float32", seed=self.noise_seed
+            noise,
         )
-        return self._sample_values(*inputs, noise)
 
-    # Sampling and hashing are many small element-wise operations, which XLA fuses; the
-    # network around them stays outside (on a CPU, XLA makes convolutions slower).
-    @functools.cached_property
-    def _sample_values(self) -> Callable:
-        return tf.function(self._values, jit_compile=True)
-
-    @functools.cached_property
-    def _mean_values(self) -> Callable:
-        return tf.function(self._values, jit_compile=True)
-
-    def _values(self, parameters, log_scale, scale, candidates, fixed, noise=None):
+    def _values(self, parameters, log_scale, scale, candidates, fixed, noise):
         tables = self._tables
         loc, log_ratio = self._standardize(
             parameters, tf.gather(log_scale, tables.scale_index), tables.mask
@@ -188,8 +180,10 @@ class BlockPosterior(keras.layers.Layer):
         Returns:
           Two float32 tensors `[len(blocks), block_size]`, zero where padded.
         """
-        index = np.arange(self.layout.num_blocks)[blocks]
-        rows = functools.partial(tf.gather, indices=index)
+
+        def rows(x):  # slices have dense gradients
+            return x[blocks] if isinstance(blocks, slice) else tf.gather(x, blocks)
+
         return self._standardize(
             [rows(tf.convert_to_tensor(p)) for p in self._parameters()],
             tf.gather(self._log_scale(), rows(self._tables.scale_index)),
@@ -345,6 +339,7 @@ class MeanKLPosterior(BlockPosterior):
         log_scale_rate: float = 1.0,
         **kwargs,
     ):
+        super().__init__(layout, block_bits, codebook, log_scale_rate, **kwargs)
         kl_bits = block_bits if kl_bits is None else kl_bits
         if not (0 <= kl_bits < math.inf):
             raise ValueError(
@@ -358,7 +353,6 @@ class MeanKLPosterior(BlockPosterior):
             )
         self.kl_bits = float(kl_bits)
         self.quota_rate = float(quota_rate)
-        super().__init__(layout, block_bits, codebook, log_scale_rate, **kwargs)
 
     def _create_parameters(self):
         self.tau = self._add("tau", self.block_shape)

@@ -1,0 +1,179 @@
+"""A second decoder, written from docs/format.md alone: a check of the document.
+
+Plain Python, without NumPy and without anything of tfmiracle. Slow, and of no use but
+to be read beside the document and to be compared with `tfmiracle.decoder`.
+"""
+
+import functools
+import json
+import math
+import statistics
+import struct
+import zlib
+
+TYPES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int16": 2, "int32": 4}
+TYPES |= {"int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1}
+
+
+def decode(data: bytes, dictionary: bytes) -> dict[str, tuple[str, tuple, bytes]]:
+    """Returns name -> (type, shape, values as little-endian bytes)."""
+    description, layout, indices, stored = sections(data)
+    inflate = zlib.decompressobj(-15, zdict=dictionary)
+    names = json.loads(inflate.decompress(description).decode("utf-8"))["names"]
+    groups, variables = parse_layout(layout)
+    stored = zlib.decompress(stored) if stored else b""
+
+    coded = []
+    for number, group in enumerate(groups):
+        members = [v for v in variables if v.get("group") == number]
+        group["N"] = sum(-(-math.prod(v["shape"]) // v["hash"]) for v in members)
+        group["B"] = -(-group["N"] // group["D"])
+        size = -(-group["B"] * group["bits"] // 8)
+        string = int.from_bytes(indices[:size], "little")
+        indices = indices[size:]
+        mask = (1 << group["bits"]) - 1
+        group["indices"] = [
+            string >> b * group["bits"] & mask for b in range(group["B"])
+        ]
+        coded.append(iter(expand(group, members)))
+    assert not indices
+
+    result = {}
+    for name, v in zip(names, variables, strict=True):
+        if "type" in v:
+            size = TYPES[v["type"]] * math.prod(v["shape"])
+            result[name] = v["type"], v["shape"], stored[:size]
+            stored = stored[size:]
+        else:
+            values = next(coded[v["group"]])
+            result[name] = (
+                "float32",
+                v["shape"],
+                struct.pack(f"<{len(values)}f", *values),
+            )
+    assert not stored
+    return result
+
+
+def sections(data):  # section 1
+    assert data[:5] == b"MRCL\x01"
+    position, payloads = 5, []
+    for number in (1, 2, 3, 4):
+        found, length = struct.unpack_from("<BI", data, position)
+        end = position + 5 + length
+        (check,) = struct.unpack_from("<I", data, end)
+        assert found == number and zlib.crc32(data[position:end]) == check
+        payloads.append(data[position + 5 : end])
+        position = end + 4
+    assert position == len(data)
+    return payloads
+
+
+def parse_layout(layout):  # section 3
+    source = iter(layout)
+
+    def varint():
+        number = shift = 0
+        while True:
+            byte = next(source)
+            number |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return number
+
+    def take(form, count):
+        return struct.unpack(form, bytes(next(source) for _ in range(count)))
+
+    groups, variables = [], []
+    for _ in range(varint()):
+        group = {"seed": take("<Q", 8)[0], "D": varint(), "bits": varint()}
+        group["shared"] = varint() == 1
+        count = varint()
+        groups.append(group | {"scales": take(f"<{count}f", 4 * count)})
+    for _ in range(varint()):
+        kind = varint()
+        if kind:
+            variable = {"group": kind - 1, "hash": varint(), "scale": varint()}
+        else:
+            variable = {"type": list(TYPES)[varint()]}
+        variables.append(variable | {"shape": tuple(varint() for _ in range(varint()))})
+    assert next(source, None) is None
+    return groups, variables
+
+
+def philox(counter, seed):  # section 6
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed % 2**32, seed >> 32
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (
+            (p1 >> 32) ^ c1 ^ k0,
+            p1 % 2**32,
+            (p0 >> 32) ^ c3 ^ k1,
+            p0 % 2**32,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def words(seed, domain, stream, count):
+    calls = range(-(-count // 4))
+    return [w for i in calls for w in philox((i, 0, stream, domain), seed)][:count]
+
+
+def permutation(seed, domain, stream, n):
+    word = words(seed, domain, stream, n)
+    return sorted(range(n), key=lambda i: (word[i], i))
+
+
+def signs(seed, domain, stream, n):
+    word = words(seed, domain, stream, -(-n // 32))
+    return [-1 if word[i // 32] >> i % 32 & 1 else 1 for i in range(n)]
+
+
+@functools.cache
+def quantiles():  # section 7
+    inverse = statistics.NormalDist().inv_cdf
+    return [round(inverse((i + 0.5) / 65536) * 2**20) / 2**20 for i in range(65536)]
+
+
+def vector(seed, k, block, domain, size):
+    result = []
+    for g in range(-(-size // 8)):
+        for word in philox((k, g, block, domain), seed):
+            result += [quantiles()[word % 65536], quantiles()[word >> 16]]
+    return result[:size]
+
+
+def candidate(group, block):
+    seed, size, k = group["seed"], group["D"], group["indices"][block]
+    if not group["shared"]:
+        return vector(seed, k, block, 0, size)
+    y = vector(seed, k, 0, 1, size)
+    shuffle, flip = permutation(seed, 2, block, size), signs(seed, 3, block, size)
+    return [flip[d] * y[shuffle[d]] for d in range(size)]
+
+
+def expand(group, members):  # section 8
+    candidates = [candidate(group, b) for b in range(group["B"])]
+    slot = permutation(group["seed"], 5, 0, group["N"])
+    first = 0
+    for position, v in enumerate(members):
+        n = math.prod(v["shape"])
+        m = -(-n // v["hash"])
+        scale = group["scales"][v["scale"]]
+        effective = []
+        for e in range(first, first + m):
+            z = candidates[slot[e] // group["D"]][slot[e] % group["D"]]
+            effective.append(binary32(scale * z))  # exact in binary64, rounded once
+        first += m
+        if v["hash"] == 1:
+            yield effective
+        else:
+            order = permutation(group["seed"], 6, position, n)
+            sign = signs(group["seed"], 7, position, n)
+            yield [sign[i] * effective[order[i] % m] for i in range(n)]
+
+
+def binary32(x):
+    return struct.unpack("<f", struct.pack("<f", x))[0]

@@ -1,0 +1,50 @@
+"""What several test modules need."""
+
+import os
+import pathlib
+import struct
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+
+import tfmiracle
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+PACKAGE = pathlib.Path(tfmiracle.__file__).parent
+DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
+
+
+def join_sections(payloads, start=b"MRCL\x01"):
+    """A file of four payloads, with check values that are right."""
+    data = start
+    for number, payload in enumerate(payloads, 1):
+        section = struct.pack("<BI", number, len(payload)) + payload
+        data += section + struct.pack("<I", zlib.crc32(section))
+    return data
+
+
+def run_python(code, *arguments, cwd=None):
+    """Runs code in a new interpreter that finds this package; returns the process."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.getenv("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, *(["-c", code] if code else []), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def fix_all(model, seed=0):
+    """Fixes every block of a model to a random candidate, as if it had been coded."""
+    from tfmiracle.models import posteriors
+
+    rng = np.random.default_rng(seed)
+    for posterior, _ in posteriors(model):
+        blocks = np.arange(posterior.layout.num_blocks)
+        posterior.finalize_coding_scale()
+        posterior.fix(blocks, rng.integers(0, 2**posterior.block_bits, len(blocks)))
+    return model

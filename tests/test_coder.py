@@ -1,0 +1,341 @@
+"""Minimal random coding against the enumeration of all candidates in float64."""
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+import tensorflow as tf
+
+from tfmiracle import codebook, coder, philox
+from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle.philox import Domain
+
+SEED = 0xFEDCBA9876543210
+BITS = 15  # more than a chunk of either pass
+CODEBOOKS = pytest.mark.parametrize("codebook_name", coder.CODEBOOKS)
+SELECTIONS = pytest.mark.parametrize("selection", coder.SELECTIONS)
+
+
+def posterior(num_blocks, block_size, seed=0):
+    """Blocks of a few nats; the last dimension of all, and the first block, padding."""
+    rng = np.random.default_rng(seed)
+    loc = rng.normal(0, 0.7, (num_blocks, block_size)).astype(np.float32)
+    log_scale = rng.uniform(-1.2, 0.1, (num_blocks, block_size)).astype(np.float32)
+    loc[:, -1] = loc[0] = log_scale[:, -1] = log_scale[0] = 0
+    return loc, log_scale
+
+
+def log_weights(the_coder, block, loc, log_scale):
+    """Log importance weights of all candidates, float64 `[K]`."""
+    indices = np.arange(1 << the_coder.block_bits)
+    z = the_coder.decode(np.full(len(indices), block), indices, len(loc))
+    z, loc, log_scale = (x.astype(np.float64) for x in (z, loc, log_scale))
+    return (
+        scipy.stats.norm.logpdf(z, loc, np.exp(log_scale)) - scipy.stats.norm.logpdf(z)
+    ).sum(1)
+
+
+def log_mean(x):
+    return np.logaddexp.reduce(x) - np.log(len(x))
+
+
+def inverse_cdf(weights, uniform):
+    return np.searchsorted(np.cumsum(weights), uniform * weights.sum(), side="right")
+
+
+def reference_choice(the_coder, block, weights):
+    """The index that the definition of the selection gives."""
+    if the_coder.selection == "largest_weight":
+        return weights.argmax()
+    words = philox.words(the_coder.seed, Domain.SELECTION, block, 4).astype(object)
+    uniforms = [((words[i] << 32 | words[i + 1]) >> 11) / 2**53 for i in (0, 2)]
+    leaves = np.exp(weights - weights.max()).reshape(-1, min(1024, len(weights)))
+    leaf = inverse_cdf(leaves.sum(1), uniforms[0])
+    return leaf * leaves.shape[1] + inverse_cdf(leaves[leaf], uniforms[1])
+
+
+def run_eager(function, *arguments):
+    return function(*arguments)
+
+
+def run_graph(function, *arguments):
+    return tf.function(function)(*arguments)
+
+
+def run_xla(function, *arguments):
+    return tf.function(function, jit_compile=True)(*arguments)
+
+
+RUNS = pytest.mark.parametrize("run", [run_eager, run_graph, run_xla])
+
+
+@RUNS
+def test_philox_gives_the_words_of_numpy(run):
+    counters = np.concatenate(
+        [
+            np.array([[0] * 4, [2**32 - 1] * 4], np.uint32),
+            philox.words(1, Domain.HASH, np.arange(5000), 4),  # with all kinds of NaN
+        ]
+    )
+    key = (0xA4093822, 0x299F31D0)
+    packed = run(
+        coder._philox, [tf.constant(x) for x in counters.T], tf.constant(key, tf.uint32)
+    )
+    words = packed.numpy().astype("<c16").view("<u4").reshape(-1, 4)
+    np.testing.assert_array_equal(words, philox.philox4x32(counters, key))
+
+
+@RUNS
+def test_candidates_are_those_of_the_decoder(run):
+    def candidates(first, stream, domain, key):
+        words = coder._calls(first, 64, 3, stream, domain, key)
+        return tf.stack(coder._table_normals(words))
+
+    z = run(
+        candidates,
+        tf.constant(4096),
+        *(tf.constant(x, tf.uint32) for x in (2**32 - 5, Domain.CODEBOOK)),
+        tf.constant(philox.split_seed(SEED), tf.uint32),
+    ).numpy()
+    z = z.transpose(2, 1, 0).reshape(64, 24)
+    blocks, indices = np.full(64, 2**32 - 5), np.arange(4096, 4160)
+    expected = codebook.candidates(SEED, blocks, indices, 24, shared=False)
+    np.testing.assert_array_equal(z, expected)
+
+
+@CODEBOOKS
+@SELECTIONS
+@pytest.mark.parametrize("bits, num_blocks", [(0, 2), (1, 2), (BITS, 10)])
+def test_encoding_is_that_of_the_enumeration(
+    codebook_name, selection, bits, num_blocks
+):
+    the_coder = MinimalRandomCoder(bits, SEED, codebook_name, selection)
+    blocks = np.arange(num_blocks) + 2**32 - num_blocks
+    loc, log_scale = posterior(num_blocks, 7)
+    encoded = the_coder.encode(blocks, loc, log_scale)
+    assert encoded.indices.dtype == np.int64
+    assert encoded.log_weight.dtype == encoded.log_evidence.dtype == np.float32
+    for row, block in enumerate(blocks):
+        weights = log_weights(the_coder, block, loc[row], log_scale[row])
+        index = encoded.indices[row]
+        assert index == reference_choice(the_coder, block, weights)
+        assert encoded.log_weight[row] == pytest.approx(weights[index], abs=1e-6)
+        evidence = log_mean(weights)
+        assert encoded.log_evidence[row] == pytest.approx(evidence, abs=1e-5)
+    z = the_coder.decode(blocks, encoded.indices, 7)
+    shared = codebook_name == "shared"
+    expected = codebook.candidates(SEED, blocks, encoded.indices, 7, shared)
+    np.testing.assert_array_equal(z, expected)
+
+
+def test_shared_blocks_are_scored_together():
+    """Or the tests of the shared codebook miss the matrix products."""
+    the_coder = MinimalRandomCoder(BITS, SEED, "shared")
+    loc, log_scale = posterior(71, 7)
+    log_scale[5] = -9
+    sizes = [len(batch) for batch in the_coder._batches(loc, log_scale)]
+    assert sizes == [64] + 7 * [1]
+    rows = np.concatenate(the_coder._batches(loc, log_scale))
+    assert sorted(rows) == list(range(71))
+    own = MinimalRandomCoder(BITS, SEED)
+    assert [len(batch) for batch in own._batches(loc, log_scale)] == 71 * [1]
+
+
+def test_sample_follows_the_weights_and_the_posterior():
+    """With K far above e**KL, chosen candidates are samples of Q."""
+    the_coder = MinimalRandomCoder(12, SEED)
+    num_blocks, rng = 600, np.random.default_rng(1)
+    loc = np.tile(np.float32([1, -0.5, 0]), (num_blocks, 1))
+    log_scale = np.tile(np.float32([-0.3, -1, 0.1]), (num_blocks, 1))  # 1.4 nats
+    blocks = np.arange(num_blocks)
+    indices = the_coder.encode(blocks, loc, log_scale).indices
+
+    # Where in its share of the cumulative weights an index lies is uniform.
+    position = []
+    for block in blocks:
+        weights = np.exp(log_weights(the_coder, block, loc[block], log_scale[block]))
+        below = weights[: indices[block]].sum()
+        here = rng.uniform() * weights[indices[block]]
+        position.append((below + here) / weights.sum())
+    assert scipy.stats.kstest(position, "uniform").pvalue > 1e-3
+
+    z = (the_coder.decode(blocks, indices, 3) - loc) / np.exp(log_scale)
+    for d in range(3):
+        assert scipy.stats.kstest(z[:, d], "norm").pvalue > 1e-3
+    assert np.abs(z.mean(0)).max() < 4 / np.sqrt(num_blocks)
+    assert np.abs(z.var(0) - 1).max() < 4 * np.sqrt(2 / num_blocks)
+
+
+def test_the_seed_of_the_selection_is_independent_of_the_block():
+    uniforms = np.array([coder._uniforms(3, block) for block in range(2000)])
+    assert scipy.stats.kstest(uniforms[:, 0], "uniform").pvalue > 1e-3
+    assert scipy.stats.kstest(uniforms[:, 1], "uniform").pvalue > 1e-3
+    assert abs(np.corrcoef(uniforms.T)[0, 1]) < 4 / np.sqrt(2000)
+
+
+@CODEBOOKS
+def test_first_of_equal_weights(codebook_name):
+    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, "largest_weight")
+    encoded = the_coder.encode(np.arange(9), *np.zeros((2, 9, 7), np.float32))
+    assert encoded.indices.tolist() == 9 * [0]
+    # In one dimension, many candidates are equal. Here the largest z is the best.
+    blocks, loc = np.arange(40), np.full((40, 1), 10, np.float32)
+    encoded = the_coder.encode(blocks, loc, np.zeros_like(loc))
+    ties = 0
+    for block in blocks:
+        weights = log_weights(the_coder, block, loc[block], np.float32([0]))
+        assert encoded.indices[block] == weights.argmax()
+        ties += (weights == weights.max()).sum() - 1
+    assert ties
+
+
+@CODEBOOKS
+@SELECTIONS
+def test_padding_contributes_nothing(codebook_name, selection):
+    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    encoded = the_coder.encode(np.arange(9), *np.zeros((2, 9, 5), np.float32))
+    assert not encoded.log_weight.any()
+    assert not encoded.log_evidence.any()
+    if codebook_name == "per_block":
+        loc, log_scale = posterior(9, 5)
+        padded = (np.pad(x, [(0, 0), (0, 3)]) for x in (loc, log_scale))
+        for short, long in zip(
+            the_coder.encode(np.arange(9), loc, log_scale),
+            the_coder.encode(np.arange(9), *padded),
+        ):
+            np.testing.assert_array_equal(short, long)
+
+
+@CODEBOOKS
+def test_small_scales(codebook_name):
+    """Variance ratios down to 1e-8, where a * z**2 + b * z + c loses all digits."""
+    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, "largest_weight")
+    blocks = np.arange(16)
+    loc, log_scale = posterior(16, 7)
+    loc[:, 2], log_scale[:, 2] = np.linspace(-2, 2, 16), np.linspace(-9.2, -1, 16)
+    encoded = the_coder.encode(blocks, loc, log_scale)
+    for row, block in enumerate(blocks):
+        weights = log_weights(the_coder, block, loc[row], log_scale[row])
+        assert encoded.indices[row] == weights.argmax()
+        assert encoded.log_weight[row] == pytest.approx(weights.max(), rel=1e-6)
+        assert encoded.log_evidence[row] == pytest.approx(log_mean(weights), abs=3e-3)
+
+
+@CODEBOOKS
+@SELECTIONS
+@pytest.mark.parametrize("loc, log_scale", [(30, 0), (1e4, -9), (-1e30, -80), (0, 80)])
+def test_far_from_the_candidates(codebook_name, selection, loc, log_scale):
+    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    blocks, shape = np.arange(9), (9, 7)
+    loc = np.full(shape, loc, np.float32)
+    log_scale = np.full(shape, log_scale, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        encoded = the_coder.encode(blocks, loc, log_scale)
+    assert np.isfinite(encoded.log_weight).all()
+    assert np.isfinite(encoded.log_evidence).all()
+    assert (encoded.log_weight < -50).all()
+    if selection == "largest_weight" and encoded.log_weight.max() > -1e30:
+        weights = log_weights(the_coder, 3, loc[3], log_scale[3])
+        assert encoded.log_weight[3] == pytest.approx(weights.max(), rel=1e-6)
+
+
+@CODEBOOKS
+@SELECTIONS
+def test_one_block_at_a_time_or_all_together(codebook_name, selection):
+    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    loc, log_scale = posterior(12, 7)
+    blocks = np.random.default_rng(0).permutation(12)
+    together = the_coder.encode(blocks, loc[blocks], log_scale[blocks])
+    again = the_coder.encode(blocks, loc[blocks], log_scale[blocks])
+    np.testing.assert_array_equal(together, again)
+    alone = [
+        the_coder.encode([b], loc[b : b + 1], log_scale[b : b + 1]) for b in blocks
+    ]
+    np.testing.assert_array_equal(
+        together.indices, np.concatenate([one.indices for one in alone])
+    )
+    np.testing.assert_array_equal(
+        together.log_weight, np.concatenate([one.log_weight for one in alone])
+    )
+
+
+def test_seeds_and_blocks_matter():
+    loc, log_scale = posterior(1, 7, seed=3)
+    loc[0] = 0.3
+    indices = {
+        int(MinimalRandomCoder(BITS, seed).encode([block], loc, log_scale).indices[0])
+        for seed in (1, 2, 2**32 + 1)
+        for block in (0, 1)
+    }
+    assert len(indices) == 6
+
+
+def test_nothing_is_compiled_again():
+    loc, log_scale = posterior(1, 7)
+    for seed, block in [(1, 2), (3, 4)]:
+        MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
+    direct = coder._direct_pass(BITS, 1)
+    assert direct.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("make_pass", [coder._direct_pass, coder._product_pass])
+def test_memory_does_not_grow_with_the_codebook(make_pass):
+    """The largest array of the compiled program is the same, but for the results."""
+    batch, coefficients = 1, [(16,), (16,), ()]
+    if make_pass is coder._product_pass:
+        batch, coefficients = 64, [(64, 33)]
+    inputs = [tf.zeros(2, tf.uint32), tf.zeros([], tf.uint32), tf.zeros([], tf.uint32)]
+    inputs += [tf.zeros(shape) for shape in coefficients]
+
+    def largest(bits):
+        run = make_pass.__wrapped__(bits, 2)
+        program = run.experimental_get_compiler_ir(*inputs)(stage="hlo")
+        shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)
+        sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in shapes]
+        results = batch * (1 << bits) // coder.LEAF
+        return max(size for size in sizes if size != results)
+
+    assert largest(14) == largest(20) <= 1 << 18
+
+
+def test_no_blocks():
+    encoded = MinimalRandomCoder(BITS, SEED).encode([], *np.zeros((2, 0, 7)))
+    assert [array.shape for array in encoded] == [(0,), (0,), (0,)]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"block_bits": -1}, "block_bits = -1; pass an integer from 0 to 28"),
+        ({"block_bits": 29}, "block_bits = 29; pass an integer from 0 to 28"),
+        ({"block_bits": 2.5}, r"block_bits = 2\.5; pass an integer"),
+        ({"seed": -1}, r"seed = -1; pass an integer from 0 to 2\*\*64 - 1"),
+        ({"codebook": "own"}, r"codebook = 'own'; pass one of \('per_block', 'shared'"),
+        ({"selection": "best"}, r"selection = 'best'; pass one of \('sample', 'larg"),
+    ],
+)
+def test_bad_coders(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MinimalRandomCoder(**{"block_bits": 3, "seed": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    "blocks, loc, log_scale, message",
+    [
+        ([[0]], [[0]], [[0]], r"blocks has shape \(1, 1\); pass a vector"),
+        ([-1], [[0]], [[0]], "blocks holds -1; pass integers"),
+        ([0], [0], [[0]], r"loc has shape \(1,\); pass one of \(1, block size\)"),
+        ([0], [[0]], [[0], [0]], r"log_scale has shape \(2, 1\); pass one of \(1, bl"),
+        ([0], [[]], [[]], r"loc has shape \(1, 0\); pass one of \(1, block size\)"),
+        ([0], [[0]], [[0, 0]], r"shapes \(1, 1\) and \(1, 2\); pass arrays of the s"),
+        ([7, 8], [[0], [np.nan]], [[0], [0]], "loc of block 8 is not finite; look"),
+        ([7, 8], [[0], [0]], [[-np.inf], [0]], "log_scale of block 7 is not finite"),
+        ([7, 8], [[0], [0]], [[0], [-81]], r"log_scale of block 8 holds -81\.0; pass"),
+    ],
+)
+def test_bad_blocks(blocks, loc, log_scale, message):
+    with pytest.raises(ValueError, match=message):
+        MinimalRandomCoder(3, 0).encode(blocks, loc, log_scale)

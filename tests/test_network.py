@@ -1,0 +1,410 @@
+"""Between Keras models and files, in both directions."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import fix_all, run_python
+
+import tfmiracle
+from tfmiracle.decoder import decode
+from tfmiracle.layers import VariationalLayer
+from tfmiracle.miracle_file import FileFormatError, MiracleFile
+from tfmiracle.models import plain_weights, posteriors
+from tfmiracle.network import (
+    build_network,
+    load,
+    plain_architecture,
+    to_file,
+    to_network,
+)
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def small_net(**kwargs):
+    return keras.Sequential(
+        [layers.Input((6,)), layers.Dense(5, "relu"), layers.Dense(3)], **kwargs
+    )
+
+
+def variational(net, **kwargs):
+    return tfmiracle.VariationalModel(
+        net, **{"block_size": 16, "block_bits": 8, **kwargs}
+    )
+
+
+def through_file(model, tmp_path, **kwargs):
+    path = tmp_path / "net.miracle"
+    to_file(model).write(path)
+    return load(path, **kwargs)
+
+
+def batch(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
+
+
+def arrays(variables):
+    return [keras.ops.convert_to_numpy(v) for v in variables]
+
+
+def assert_equal_arrays(ones, others):
+    for a, b in zip(ones, others, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+def nested_net():
+    """A functional model in a Sequential one, with variational layers in both."""
+    options = {"block_size": 8, "block_bits": 8, "codebook": "shared"}
+    x = inputs = layers.Input((8, 8, 1))
+    x = tfmiracle.MeanKLConv2D(4, 3, activation="relu", strides=2, **options)(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.Add()([x, tfmiracle.MeanKLSeparableConv2D(4, 1, **options)(x)])
+    inner = keras.Model(inputs, x, name="inner")
+    return keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            inner,
+            layers.Flatten(),
+            layers.Dropout(0.5),
+            tfmiracle.MeanKLDense(3, kernel_regularizer="l2", **options),
+            layers.Dense(2),
+        ],
+        name="outer",
+    )
+
+
+def test_variational_layers_become_those_of_keras():
+    net = nested_net()
+    architecture = plain_architecture(net)
+    text = json.dumps(architecture)
+    for word in ("tfmiracle", "MeanKL", "block_size", "codebook", "log_scale"):
+        assert word not in text
+    plain = build_network(architecture)
+    types = [type(layer) for layer in plain._flatten_layers(include_self=False)]
+    for layer in (layers.Conv2D, layers.SeparableConv2D, layers.Dense):
+        assert layer in types
+    assert all(t.__module__.startswith("keras.") for t in types)
+    assert [v.shape for v in plain.weights] == [v.shape for v in plain_weights(net)]
+    assert len(plain.weights) == 2 + 4 + 3 + 2 + 2
+    # What is not variational about the layers is kept.
+    config = plain.get_layer("inner").layers[1].get_config()
+    assert (config["strides"], config["activation"]) == ((2, 2), "relu")
+    assert plain.layers[-2].kernel_regularizer is not None
+    assert plain.layers[-3].rate == 0.5
+
+
+def test_a_wrapped_model_becomes_itself():
+    net = small_net()
+    expected = keras.saving.serialize_keras_object(net)
+    expected.pop("compile_config", None)
+    for model in (net, variational(net), keras.Sequential([net])):
+        architecture = plain_architecture(model)
+        if not isinstance(model, keras.Sequential) or model is net:
+            assert json.dumps(architecture) == json.dumps(expected)
+    wrapped = keras.Sequential([layers.Input((6,)), variational(net)])
+    plain = build_network(plain_architecture(wrapped))
+    assert [type(layer) for layer in plain.layers] == [keras.Sequential]
+
+
+def test_compile_settings_do_not_go_into_the_file():
+    net = small_net()
+    before = json.dumps(plain_architecture(net))
+    net.compile("adam", "mse", metrics=["mae"])
+    assert json.dumps(plain_architecture(net)) == before
+
+
+def test_a_decoded_model_computes_what_the_coded_one_did(tmp_path):
+    for model in (fix_all(nested_net()), fix_all(variational(nested_net()))):
+        x = batch((8, 8, 1))
+        decoded = through_file(model, tmp_path)
+        np.testing.assert_allclose(decoded(x), model(x), rtol=1e-5, atol=1e-6)
+        values = {id(v): keras.ops.convert_to_numpy(v) for v in plain_weights(model)}
+        for posterior, variables in posteriors(model):
+            for v, value in zip(variables, posterior(training=False), strict=True):
+                values[id(v)] = value.numpy()
+        assert_equal_arrays(arrays(decoded.weights), values.values())
+        (tmp_path / "net.miracle").unlink()
+
+
+def test_names_are_paths_below_the_model():
+    file = to_file(fix_all(variational(small_net(name="some_name"))))
+    assert [name.rpartition("/")[2] for name in file.names] == ["kernel", "bias"] * 2
+    assert not any("some_name" in name for name in file.names)
+
+
+def test_equal_paths_get_different_names():
+    twin = [keras.Sequential([layers.Input((4,)), layers.Dense(4, name="a")], name="s")]
+    twin.append(keras.models.clone_model(twin[0]))
+    x = inputs = layers.Input((4,))
+    for part in twin:
+        x = part(x)
+    twin[1].name = "s2"  # Keras wants different names at one time only
+    net = keras.Model(inputs, x)
+    model = fix_all(variational(net))
+    names = to_file(model).names
+    assert len(set(names)) == len(names) == 4
+
+
+def test_loading_after_other_models_were_built(tmp_path):
+    """Keras numbers layers anew; nothing may depend on the numbers."""
+    model = fix_all(variational(small_net(), hashing={"*/kernel": 2}))
+    x = batch((6,))
+    first = through_file(model, tmp_path)
+    for _ in range(3):
+        small_net()
+    again = load(tmp_path / "net.miracle")
+    keras.utils.clear_session()
+    small_net()
+    last = load(tmp_path / "net.miracle")
+    for other in (again, last):
+        assert_equal_arrays(arrays(first.weights), arrays(other.weights))
+        np.testing.assert_array_equal(first(x), other(x))
+
+
+def test_state_of_batch_normalization_comes_back_exactly(tmp_path):
+    norm = layers.BatchNormalization()
+    net = keras.Sequential([layers.Input((6,)), layers.Dense(5), norm])
+    rng = np.random.default_rng(1)
+    norm.set_weights([rng.gamma(2.0, size=5) for _ in range(4)])
+    mean, variance = (v.numpy() for v in (norm.moving_mean, norm.moving_variance))
+    decoded = through_file(fix_all(variational(net)), tmp_path)
+    np.testing.assert_array_equal(decoded.layers[-1].moving_mean, mean)
+    np.testing.assert_array_equal(decoded.layers[-1].moving_variance, variance)
+
+
+def test_frozen_and_stored_variables_come_back_exactly(tmp_path):
+    net = keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Normalization(axis=-1),
+            layers.Dense(5, name="frozen", trainable=False),
+            layers.Dense(4, name="coded", bias_initializer="normal"),
+            layers.Dense(3, name="last"),
+        ]
+    )
+    net.layers[0].adapt(batch((6,)))
+    model = variational(net, stored=["coded/bias"])
+    file = to_file(fix_all(model))
+    treatment = {n.rpartition("/")[2]: [] for n in file.names}
+    for name, place in zip(file.names, file.coded, strict=True):
+        treatment[name.rpartition("/")[2]].append(place is not None)
+    assert treatment["kernel"] == [False, True, True]
+    assert treatment["bias"] == [False, False, True]
+    decoded = through_file(model, tmp_path)
+    assert decoded.get_layer("frozen").trainable is False
+    for name, place in zip(file.names, file.coded, strict=True):
+        if place is None:
+            index = list(file.names).index(name)
+            np.testing.assert_array_equal(net.weights[index], decoded.weights[index])
+    assert np.abs(decoded.get_layer("coded").bias.numpy()).min() > 0
+
+
+@pytest.mark.parametrize(
+    "policy, stored_as",
+    [
+        ("mixed_float16", "float32"),
+        ("mixed_bfloat16", "float32"),
+        ("float16", "float16"),
+        ("bfloat16", "float32"),
+        ("float64", "float64"),
+    ],
+)
+def test_dtype_policies_come_back(tmp_path, policy, stored_as):
+    norm = layers.BatchNormalization(dtype=policy)
+    net = keras.Sequential([layers.Input((6,)), layers.Dense(5, dtype=policy), norm])
+    norm.set_weights([np.linspace(0.1, 3, 5)] * 4)
+    model = fix_all(variational(net, stored=["*/gamma"]))
+    assert {v.dtype.name for v in to_file(model).stored} == {stored_as}
+    decoded = through_file(model, tmp_path)
+    assert [layer.dtype_policy.name for layer in decoded.layers] == [policy] * 2
+    assert_equal_arrays(arrays(decoded.layers[1].weights)[2:], arrays(norm.weights)[2:])
+    assert_equal_arrays(arrays(decoded.layers[1].weights)[:1], arrays([norm.gamma]))
+    values = model.block_posterior(training=False)
+    for v, value in zip(decoded.layers[0].weights, values):
+        # A coded float32 is rounded to the type of the variable, once.
+        np.testing.assert_array_equal(v, keras.ops.cast(value, v.dtype))
+
+
+@keras.saving.register_keras_serializable("tests_of_tfmiracle")
+class Registered(layers.Dense):
+    def call(self, inputs):
+        return 2 * super().call(inputs)
+
+
+class Unregistered(layers.Dense):
+    def call(self, inputs):
+        return 3 * super().call(inputs)
+
+
+def test_custom_layers(tmp_path):
+    x = batch((6,))
+    model = variational(keras.Sequential([layers.Input((6,)), Registered(3)]))
+    decoded = through_file(fix_all(model), tmp_path)
+    assert type(decoded.layers[0]) is Registered
+    np.testing.assert_allclose(decoded(x), model(x), rtol=1e-6)
+
+    (tmp_path / "net.miracle").unlink()
+    model = variational(keras.Sequential([layers.Input((6,)), Unregistered(3)]))
+    to_file(fix_all(model)).write(tmp_path / "net.miracle")
+    file = MiracleFile.read(tmp_path / "net.miracle")
+    # As in a process that has not heard of the class.
+    text = json.dumps(file.architecture).replace("test_network", "module_of_others")
+    stranger = json.loads(text)
+    with pytest.raises(ValueError, match="Unregistered.*custom_objects"):
+        build_network(stranger)
+    decoded = load(tmp_path / "net.miracle", {"Unregistered": Unregistered})
+    np.testing.assert_allclose(decoded(x), model(x), rtol=1e-6)
+
+
+def test_variational_layers_of_others_without_a_plain_layer_are_refused():
+    @keras.saving.register_keras_serializable("tests_of_tfmiracle")
+    class MeanKLRegistered(VariationalLayer, Registered):
+        pass
+
+    net = keras.Sequential([layers.Input((6,)), MeanKLRegistered(3, block_bits=8)])
+    with pytest.raises(ValueError, match="plain Keras layer.*MeanKLRegistered"):
+        plain_architecture(net)
+
+
+def test_lambda_layers_are_refused_before_training(tmp_path):
+    net = keras.Sequential(
+        [layers.Input((6,)), layers.Dense(3), layers.Lambda(lambda x: x + 1)]
+    )
+    with pytest.raises(ValueError, match="Lambda"):
+        build_network(plain_architecture(net))
+    model = variational(net)
+    model.compile("adam", "mse")
+    callback = tfmiracle.CompressionCallback(tmp_path / "net.miracle", verbose=0)
+    with pytest.raises(ValueError, match="Lambda"):
+        model.fit(batch((6,)), batch((3,)), verbose=0, callbacks=[callback])
+    assert not model.block_posterior.fixed.any()
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {},
+        {"class_name": "Dense", "config": {"units": 3}, "module": "keras.layers"},
+        {"class_name": "system", "module": "os", "config": {"command": "true"}},
+        {"class_name": "Sequential", "module": "keras", "config": None},
+        {"class_name": "Sequential", "module": "keras", "config": {"layers": [7]}},
+        {"class_name": "eval", "module": "builtins", "config": "1"},
+    ],
+)
+def test_descriptions_of_no_network(architecture):
+    with pytest.raises(ValueError, match="network"):
+        build_network(architecture)
+
+
+def test_subclassed_models_without_a_build_config_are_refused():
+    @keras.saving.register_keras_serializable("tests_of_tfmiracle")
+    class Subclassed(keras.Model):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def get_build_config(self):
+            return None
+
+    net = Subclassed()
+    net(batch((6,)))
+    with pytest.raises(ValueError, match="get_build_config"):
+        build_network(plain_architecture(net))
+
+
+def test_files_whose_weights_do_not_fit_are_refused():
+    file = to_file(fix_all(variational(small_net())))
+    decoded = decode(file)
+    name = next(iter(decoded.weights))
+    decoded.weights[name] = decoded.weights[name].T
+    with pytest.raises(FileFormatError, match="do not fit"):
+        to_network(decoded)
+    del decoded.weights[name]
+    with pytest.raises(FileFormatError, match="do not fit"):
+        to_network(decoded)
+
+
+def test_only_models_whose_blocks_are_all_coded_make_a_file():
+    model = variational(small_net(), block_size=10)
+    count = model.block_posterior.layout.num_blocks
+    with pytest.raises(ValueError, match=f"{count} of {count} blocks"):
+        to_file(model)
+    model.block_posterior.finalize_coding_scale()
+    model.block_posterior.fix([0, 2], [1, 255])
+    with pytest.raises(ValueError, match=f"{count - 2} of {count} blocks"):
+        to_file(model)
+    with pytest.raises(ValueError, match="nothing to code"):
+        to_file(small_net())
+
+
+def test_variables_of_other_types_are_refused():
+    class Strings(layers.Layer):
+        def build(self, shape):
+            self.v = self.add_weight(shape=(), dtype="complex64", trainable=False)
+
+        def call(self, x):
+            return x
+
+    net = keras.Sequential([layers.Input((6,)), layers.Dense(3), Strings()])
+    with pytest.raises(ValueError, match="complex64"):
+        to_file(fix_all(variational(net)))
+
+
+def test_metadata_of_the_file():
+    model = fix_all(variational(small_net(), kl_bits=6.5))
+    metadata = to_file(model, {"mine": [1, 2]}).metadata
+    assert metadata == {
+        "tfmiracle": tfmiracle.__version__,
+        "parameterization": ["MeanKLPosterior"],
+        "kl_bits": [6.5],
+        "mine": [1, 2],
+    }
+
+
+EXPORTED = """
+import importlib.abc, sys
+import numpy as np
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("tfmiracle", "tensorflow_probability"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Block())
+folder = sys.argv[1] + "/"
+x = np.load(folder + "x.npy")
+import tensorflow as tf, keras
+
+np.save(folder + "keras.npy", keras.saving.load_model(folder + "net.keras")(x))
+np.save(folder + "saved_model.npy", tf.saved_model.load(folder + "net").serve(x))
+interpreter = tf.lite.Interpreter(folder + "net.tflite")
+interpreter.resize_tensor_input(interpreter.get_input_details()[0]["index"], x.shape)
+interpreter.allocate_tensors()
+interpreter.set_tensor(interpreter.get_input_details()[0]["index"], x)
+interpreter.invoke()
+output = interpreter.get_output_details()[0]["index"]
+np.save(folder + "litert.npy", interpreter.get_tensor(output))
+"""
+
+
+@pytest.mark.slow
+def test_exports_run_where_tfmiracle_is_not_installed(tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    model = through_file(fix_all(nested_net()), tmp_path)
+    x = batch((8, 8, 1))
+    np.save(tmp_path / "x.npy", x)
+    tf.config.run_functions_eagerly(False)
+    model.save(tmp_path / "net.keras")
+    model.export(tmp_path / "net", verbose=False)
+    model.export(tmp_path / "net.tflite", format="litert", verbose=False)
+    process = run_python(EXPORTED, tmp_path)
+    assert process.returncode == 0, process.stderr[-2000:]
+    for kind in ("keras", "saved_model", "litert"):
+        result = np.load(tmp_path / f"{kind}.npy")
+        np.testing.assert_allclose(result, model(x), rtol=1e-4, atol=1e-5)
