@@ -216,7 +216,7 @@ def test_an_exception_closes_the_scope():
 
 
 def test_as_many_values_as_variables():
-    with pytest.raises(ValueError, match="longer|shorter"):
+    with pytest.raises(ValueError, match=r"longer|shorter"):
         SubstitutionScope([variable([1.0])], [])
 
 

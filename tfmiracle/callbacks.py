@@ -86,10 +86,21 @@ class CompressionCallback(keras.callbacks.Callback):
         miracle_file.check_output(self.filepath, overwrite)
 
     def steps_needed(self, model: keras.Model) -> int:
-        """Number of training steps until all blocks of `model` are coded."""
-        todo = sum(int(np.sum(~posterior.fixed)) for posterior, _ in posteriors(model))
-        rounds = -(-todo // self.blocks_per_round)
-        return self.train_steps + max(rounds - 1, 0) * self.finetune_steps
+        """Number of training steps until all blocks of `model` are coded.
+
+        If the model is compiled with `steps_per_execution`, that is accounted for.
+        """
+        fixed = np.concatenate([posterior.fixed for posterior, _ in posteriors(model)])
+        rounds = -(-np.sum(~fixed) // self.blocks_per_round)
+        execution = getattr(model, "steps_per_execution", 1)
+        first, between = (
+            -(-steps // execution) * execution
+            for steps in (self._first_round(fixed.any()), self.finetune_steps)
+        )
+        return int(first + (rounds - 1) * between) if rounds else 0
+
+    def _first_round(self, started):
+        return self.finetune_steps if started else self.train_steps
 
     def on_train_begin(self, logs=None):
         parts = posteriors(self.model)
@@ -126,20 +137,18 @@ class CompressionCallback(keras.callbacks.Callback):
         self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
         self._steps_before_epoch = self._step = 0
         started = len(self._todo) < self._num_blocks
-        self._next_round = self.finetune_steps if started else self.train_steps
+        self._next_round = self._first_round(started)
         self._start = time.monotonic()
         self._bar = None
         if self.verbose and not self.params.get("verbose"):
             self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
         if not self._todo:
             self._finish()
-        elif not self._next_round:
-            self._round(logs)
+        self._code_what_is_due(logs)
 
     def on_train_batch_end(self, batch, logs=None):
         self._step = self._steps_before_epoch + batch + 1
-        if self._todo and self._step >= self._next_round:
-            self._round(logs)
+        self._code_what_is_due(logs)
 
     def on_epoch_end(self, epoch, logs=None):
         self._steps_before_epoch = self._step
@@ -150,16 +159,21 @@ class CompressionCallback(keras.callbacks.Callback):
         while self._todo:
             self._round(logs)
 
+    def _code_what_is_due(self, logs):
+        while self._todo and self._step >= self._next_round:
+            self._round(logs)
+
     def _round(self, logs):
         now, self._todo = (
             self._todo[: self.blocks_per_round],
             self._todo[self.blocks_per_round :],
         )
         self._next_round = self._step + self.finetune_steps
+        for posterior in self._posteriors:
+            posterior.finalize_coding_scale()
         kl, weight, evidence = [], [], []
         for p in dict.fromkeys(p for p, _ in now):
             posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
-            posterior.finalize_coding_scale()
             loc, log_ratio = posterior.standardized(blocks)
             coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
             posterior.fix(blocks, coded.indices)

@@ -22,10 +22,32 @@ from tfmiracle.philox import (
     split_seed,
 )
 
+CODEBOOKS = ("per_block", "shared")
+MAX_BLOCK_BITS = 28  # the work of the encoder grows as 2**block_bits
 TABLE_SIZE = 1 << 16
 PER_CALL = 8  # normals from one Philox call: two 16-bit table indices in each word
 
 _CHUNK = 1 << 14  # Philox calls at a time, and 8 as many normals
+
+
+def check_code(block_bits: int, codebook: str) -> None:
+    """Checks the two arguments that define a random code.
+
+    Raises:
+      ValueError: one of them is out of range or unknown.
+    """
+    if not (
+        isinstance(block_bits, (int, np.integer)) and 0 <= block_bits <= MAX_BLOCK_BITS
+    ):
+        raise ValueError(
+            f"`block_bits` must be an integer from 0 to {MAX_BLOCK_BITS}: a codebook "
+            "has 2**block_bits candidates, and the encoder tries them all. "
+            f"Received: block_bits={block_bits}"
+        )
+    if codebook not in CODEBOOKS:
+        raise ValueError(
+            f"`codebook` must be one of {CODEBOOKS}. Received: codebook={codebook!r}"
+        )
 
 
 @functools.cache

@@ -28,15 +28,14 @@ from tfmiracle import philox
 from tfmiracle.codebook import (
     PER_CALL,
     candidates,
+    check_code,
     normal_quantiles,
     normals,
     symmetry,
 )
 from tfmiracle.philox import Domain
 
-CODEBOOKS = ("per_block", "shared")
 SELECTIONS = ("sample", "largest_weight")
-MAX_BLOCK_BITS = 28
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
 LEAF = 1 << 10
 
@@ -90,20 +89,13 @@ class MinimalRandomCoder:
     selection: str = "sample"
 
     def __post_init__(self) -> None:
-        if (
-            not isinstance(self.block_bits, (int, np.integer))
-            or not 0 <= self.block_bits <= MAX_BLOCK_BITS
-        ):
-            raise ValueError(
-                f"block_bits = {self.block_bits!r}; pass an integer from 0 to "
-                f"{MAX_BLOCK_BITS} (encoding takes time as 2**block_bits)."
-            )
+        check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
-        for name, known in (("codebook", CODEBOOKS), ("selection", SELECTIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r}; pass one of {known}."
-                )
+        if self.selection not in SELECTIONS:
+            raise ValueError(
+                f"`selection` must be one of {SELECTIONS}. "
+                f"Received: selection={self.selection!r}"
+            )
 
     def encode(
         self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfmiracle.codebook import CODEBOOKS, MAX_BLOCK_BITS
 from tfmiracle.layout import CodedVariable, WeightLayout
 
 MAGIC = b"MRCL"
 VERSION = 1
-CODEBOOKS = ("per_block", "shared")
 STORED_DTYPES = (
     "float32",
     "float64",
@@ -348,7 +348,7 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
     heads = []
     for _ in range(take(len(layout))):
         (seed,) = struct.unpack("<Q", take_bytes(8))
-        block_size, bits = take(2**32), take(28)
+        block_size, bits = take(2**32), take(MAX_BLOCK_BITS)
         codebook = CODEBOOKS[take(len(CODEBOOKS) - 1)]
         scales = np.frombuffer(take_bytes(4 * take(len(layout))), "<f4")
         if not np.all(np.isfinite(scales) & (scales > 0)):

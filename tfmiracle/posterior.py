@@ -12,7 +12,6 @@ from tfmiracle import codebook as codebooks
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
 
-MAX_BLOCK_BITS = 28
 # exp() of a log scale stays a normal float32, with room for the products it enters.
 _MAX_LOG_SCALE = 60.0
 _MAX_LOGIT = 1e30
@@ -49,17 +48,7 @@ class BlockPosterior(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(dtype="float32", autocast=False, **kwargs)
-        if not (isinstance(block_bits, int) and 0 <= block_bits <= MAX_BLOCK_BITS):
-            raise ValueError(
-                "`block_bits` must be an integer from 0 to "
-                f"{MAX_BLOCK_BITS}: a codebook has 2**block_bits candidates, and all "
-                f"are tried. Received: block_bits={block_bits}"
-            )
-        if codebook not in ("per_block", "shared"):
-            raise ValueError(
-                "`codebook` must be 'per_block' or 'shared'. "
-                f"Received: codebook={codebook!r}"
-            )
+        codebooks.check_code(block_bits, codebook)
         self.layout = layout
         self.block_bits = block_bits
         self.codebook = codebook
@@ -140,8 +129,17 @@ class BlockPosterior(keras.layers.Layer):
         return keras.ops.convert_to_numpy(self._scale())
 
     def finalize_coding_scale(self) -> None:
-        """Fixes rho, which must not change any more once a block is coded."""
-        self._final_scale.assign(self._scale())
+        """Fixes rho, which must not change any more once a block is coded.
+
+        Raises:
+          ValueError: if it is not finite.
+        """
+        scale = self._scale()
+        if not np.all(np.isfinite(scale)):
+            raise ValueError(
+                "A coding scale is not finite; look for divergence in training."
+            )
+        self._final_scale.assign(scale)
 
     # Values of the network's variables.
 
