@@ -25,13 +25,25 @@ def join_sections(payloads, start=b"MRCL\x01"):
     return data
 
 
-def run_python(code, *arguments, cwd=None):
-    """Runs code in a new interpreter that finds this package; returns the process."""
+BLOCK = """
+import importlib.abc, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ImportError(name + " is not there")
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run_python(code, *arguments, without=()):
+    """Runs code in a new interpreter, which does not find some packages."""
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.getenv("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, *(["-c", code] if code else []), *map(str, arguments)],
+        [sys.executable, "-c", BLOCK.format(names=list(without)) + code]
+        + [str(argument) for argument in arguments],
         env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=600,

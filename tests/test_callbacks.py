@@ -124,7 +124,10 @@ def interrupt(model):
 # Whole runs.
 
 
-@pytest.mark.parametrize("make, num_blocks", [(wrapped, 9), (of_layers, 8)])
+@pytest.mark.parametrize(
+    "make, num_blocks",
+    [(wrapped, 9), pytest.param(of_layers, 8, marks=pytest.mark.slow)],
+)
 def test_fit_codes_and_ends_by_itself(tmp_path, make, num_blocks):
     path = tmp_path / "net.miracle"
     model = make()
@@ -386,14 +389,17 @@ def test_arguments_out_of_range(tmp_path, arguments):
         CompressionCallback(tmp_path / "net.miracle", **arguments)
 
 
+def test_choices_and_metadata_are_checked_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"`selection`.*'best'"):
+        CompressionCallback(tmp_path / "net.miracle", selection="best")
+    with pytest.raises(TypeError, match="JSON"):
+        CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.float32(1)})
+
+
 def test_what_cannot_be_coded_is_refused_before_training(tmp_path, quick):
     callback = CompressionCallback(tmp_path / "a", verbose=0)
     model = compiled(small_net())
     with pytest.raises(ValueError, match="nothing to code"):
-        fit(model, callback)
-    model = wrapped()
-    callback = CompressionCallback(tmp_path / "a", selection="best", verbose=0)
-    with pytest.raises(ValueError, match="best"):
         fit(model, callback)
     assert int(model.optimizer.iterations) == 0
 

@@ -354,6 +354,7 @@ SENSELESS = {
     "nothing": b"",
     "endless number": b"\xff" * 30,
     "endless zero": b"\x80" * 30,
+    "a block size that does not end": LAYOUT[:9] + b"\x82" + b"\x80" * 9 + LAYOUT[10:],
     "2^62 groups": varint(2**62),
     "2^62 variables": b"\0" + varint(2**62),
     "10 variables, all missing": b"\0" + varint(10),

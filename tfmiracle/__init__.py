@@ -1,9 +1,12 @@
 """Neural networks stored as random-code indices: hundreds of times smaller.
 
-Names are loaded on first use, so that `tfmiracle.decoder` needs NumPy only.
+Names are loaded on first use, so that `tfmiracle.decoder` needs NumPy only. In a process
+that has imported Keras before, the layers and models are loaded at once: Keras finds
+their classes when it loads a saved model only if they are registered with it by then.
 """
 
 import importlib
+import sys
 
 __version__ = "0.1.0"
 
@@ -46,6 +49,10 @@ def __getattr__(name):
     module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
     value = globals()[name] = getattr(module, name)
     return value
+
+
+if "keras" in sys.modules and "tensorflow" in sys.modules:
+    importlib.import_module(f"{__name__}.models")
 
 
 def __dir__():

@@ -1,5 +1,6 @@
 """Coding the posterior of a model, block by block, while it is fine-tuned."""
 
+import json
 import os
 import time
 
@@ -7,7 +8,7 @@ import keras
 import numpy as np
 
 from tfmiracle import miracle_file
-from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle.coder import SELECTIONS, MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import build_network, plain_architecture, to_file
@@ -72,6 +73,12 @@ class CompressionCallback(keras.callbacks.Callback):
                     f"`{name}` must be an integer of at least {least}. "
                     f"Received: {name}={value}"
                 )
+        if selection not in SELECTIONS:
+            raise ValueError(
+                f"`selection` must be one of {SELECTIONS}. "
+                f"Received: selection={selection!r}"
+            )
+        json.dumps(metadata)  # its TypeError should come before the training
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps

@@ -16,6 +16,8 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
+import zipfile
 from collections.abc import Callable
 
 import numpy as np
@@ -231,7 +233,9 @@ def _network(name, data, seed):
         net = architectures[name](data.x_train.shape[1:], data.num_classes)
         net.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     elif os.path.exists(name):
-        net = keras.saving.load_model(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the optimizer, which is not used
+            net = keras.saving.load_model(name)
         if getattr(net, "loss", None) is None:
             raise ValueError(
                 f"{name} is not compiled, so its loss is unknown; compile it with a "
@@ -291,7 +295,11 @@ def _sizes(file: MiracleFile, file_bytes):
 
     def common(values):
         values = list(values)
-        return values[0] if len(set(values)) == 1 else values
+        return (
+            values[0] if values and values.count(values[0]) == len(values) else values
+        )
+
+    kl_bits = file.metadata.get("kl_bits")
 
     return {
         "file_bytes": file_bytes,
@@ -304,7 +312,7 @@ def _sizes(file: MiracleFile, file_bytes):
         "blocks": sum(g.layout.num_blocks for g in groups),
         "block_size": common(g.layout.block_size for g in groups),
         "block_bits": common(g.block_bits for g in groups),
-        "kl_bits": common(file.metadata.get("kl_bits", [None])),
+        "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
         "codebook": common(g.codebook for g in groups),
         "selection": file.metadata.get("selection"),
     }
@@ -421,8 +429,11 @@ def _decode(values, path):
     check_output(output, values.overwrite)
     weights = decode(path).weights
     buffer = io.BytesIO()
-    # Positional names would clash with those of savez; a mapping cannot.
-    np.savez(buffer, **weights)
+    # Not np.savez, whose own arguments clash with variables of their names.
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, value in weights.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, value)
     write_atomically(output, buffer.getvalue(), values.overwrite)
     return {
         "output": output,
@@ -444,9 +455,13 @@ def _define_export(values):
 
 def _export(values, path):
     output = pathlib.Path(_output(values))
-    if values.format == "keras" and output.suffix != ".keras":
-        raise ValueError(f"--output is {str(output)!r}; Keras wants a name in .keras")
-    if values.format != "saved_model" or not (output.is_dir() and values.overwrite):
+    suffix = {"keras": ".keras", "litert": ".tflite"}.get(values.format)
+    if suffix and output.suffix != suffix:
+        raise ValueError(f"--output is {str(output)!r}; Keras wants a name in {suffix}")
+    if values.format == "saved_model" and (output / "saved_model.pb").is_file():
+        if not values.overwrite:
+            raise FileExistsError(f"{output} exists; allow --overwrite")
+    else:
         check_output(output, values.overwrite)
 
     _import_tensorflow()
@@ -463,6 +478,8 @@ def _export(values, path):
             model.export(made, format="tf_saved_model", verbose=False)
         if output.is_dir():
             shutil.rmtree(output)
+        elif made.is_dir():
+            output.unlink(missing_ok=True)
         os.replace(made, output)
     size = sum(f.stat().st_size for f in [output, *output.rglob("*")] if f.is_file())
     return {"output": str(output), "format": values.format, "bytes": size}

@@ -18,6 +18,8 @@ from tfmiracle.recipe import Recipe
 
 # Optimizer steps between two returns to Python.
 _STEPS_PER_EXECUTION = 10
+# What settings and lengths may take more in the file than in the probe for its size.
+_SLACK = 64
 # Each phase of a run shuffles the data in its own order.
 _PHASES = ("warmup", "variational", "coding")
 
@@ -53,7 +55,7 @@ class CompressionResult:
     @property
     def payload_ratio(self) -> float:
         """Size of all weights as float32 over that of the indices, the paper's."""
-        return self.file.float32_bytes / self.file.payload_bytes
+        return self.file.float32_bytes / max(self.file.payload_bytes, 1)
 
 
 def compress(
@@ -109,8 +111,19 @@ def compress(
     batches, steps_per_epoch = _training_batches(data, recipe)
     net = _copy(model)
     if target is not None:
-        size = block_size_for(net, target, recipe, hashing=hashing, stored=stored)
+        size = block_size_for(
+            net, target, recipe, hashing=hashing, stored=stored, metadata=metadata
+        )
         recipe = dataclasses.replace(recipe, block_size=size)
+    callback = CompressionCallback(
+        path,
+        recipe.blocks_per_round,
+        recipe.finetune_steps,
+        selection=recipe.selection,
+        overwrite=overwrite,
+        metadata={"recipe": recipe.changes(), **(metadata or {})},
+        verbose=verbose,
+    )
     options = {
         "block_size": recipe.block_size,
         "hashing": hashing,
@@ -186,15 +199,6 @@ def compress(
     evaluate("posterior_mean", variational)
     evaluate("posterior_sample", variational.materialize(sample=True))
 
-    callback = CompressionCallback(
-        path,
-        recipe.blocks_per_round,
-        recipe.finetune_steps,
-        selection=recipe.selection,
-        overwrite=overwrite,
-        metadata={"recipe": recipe.changes(), **(metadata or {})},
-        verbose=verbose,
-    )
     steps = max(1, callback.steps_needed(variational))
     say(f"Coding and fine-tuning, {steps} steps")
     train(variational, "coding", steps, recipe.finetune_learning_rate, [callback])
@@ -219,12 +223,13 @@ def block_size_for(
     *,
     hashing: dict[str, int] | None = None,
     stored: Sequence[str] | None = None,
+    metadata: dict | None = None,
 ) -> int:
     """The smallest block size with which the file of `net` is no larger than `target`.
 
     Args:
       net: a built Keras model.
-      target, hashing, stored: see `compress`.
+      target, hashing, stored, metadata: see `compress`.
       recipe: `block_bits` and what else of it decides the size.
 
     Raises:
@@ -243,10 +248,15 @@ def block_size_for(
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()
     posterior.fix([0], [0])
-    file = to_file(probe, {"recipe": recipe.changes()})
-    # What is stored may compress less after training than it does now.
-    slack = sum(value.nbytes for value in file.stored) + 64
-    fixed = len(file.to_bytes()) - file.payload_bytes + slack
+    file = to_file(probe, {"recipe": recipe.changes(), **(metadata or {})})
+    # What is stored may compress less after training than it does now: as noise.
+    noise = np.random.default_rng(0)
+    stored = [
+        np.frombuffer(noise.bytes(v.nbytes), v.dtype).reshape(v.shape)
+        for v in file.stored
+    ]
+    file = dataclasses.replace(file, stored=stored)
+    fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
     budget = target_bytes(target, file.num_weights)
     num_blocks = (budget - fixed) * 8 // max(recipe.block_bits, 1)
     if num_blocks < 1:
@@ -268,7 +278,7 @@ def target_bytes(target: str | int, num_weights: int) -> int:
         r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(b|kb|mb|x|bits?|)\s*",
         str(target).lower(),
     )
-    if not match or not float(match[1]) > 0:
+    if not match or not 0 < float(match[1]) < float("inf"):
         raise ValueError(
             "`target` must be a number of bytes (3300, '3300 B' or '3.3 kB'), a ratio "
             f"('500x') or bits per weight ('0.06 bits'). Received: target={target!r}"
@@ -296,6 +306,8 @@ def _training_batches(data, recipe):
     """Returns a function, phase -> endless batches, and the steps of an epoch."""
     if isinstance(data, tf.data.Dataset):
         cardinality = int(data.cardinality())
+        if not cardinality:
+            raise ValueError("`data` is an empty tf.data.Dataset.")
         return lambda phase: data.repeat(), cardinality if cardinality > 0 else 1000
     if not (isinstance(data, tuple) and len(data) in (2, 3)):
         raise ValueError(

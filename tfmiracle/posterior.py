@@ -161,11 +161,11 @@ class BlockPosterior(keras.layers.Layer):
     def _values(self, parameters, log_scale, scale, candidates, fixed, noise):
         tables = self._tables
         loc, log_ratio = self._standardize(
-            parameters, tf.gather(log_scale, tables.scale_index), tables.mask
+            parameters, _of_slot(log_scale, tables.scale_index), tables.mask
         )
         z = loc if noise is None else loc + tf.exp(log_ratio) * noise
         z = tf.where(fixed[:, None], candidates, z)
-        return tables.expand(tf.gather(scale, tables.scale_index) * z)
+        return tables.expand(_of_slot(scale, tables.scale_index) * z)
 
     # Q as numbers, and as TFP distributions.
 
@@ -184,7 +184,7 @@ class BlockPosterior(keras.layers.Layer):
 
         return self._standardize(
             [rows(tf.convert_to_tensor(p)) for p in self._parameters()],
-            tf.gather(self._log_scale(), rows(self._tables.scale_index)),
+            _of_slot(self._log_scale(), rows(self._tables.scale_index)),
             rows(self._tables.mask),
         )
 
@@ -198,7 +198,7 @@ class BlockPosterior(keras.layers.Layer):
     def loc_and_scale(self) -> tuple[tf.Tensor, tf.Tensor]:
         """mu and sigma of every effective weight, in the order of the network."""
         loc, log_ratio = self.standardized()
-        rho = tf.gather(self._scale(), self._tables.scale_index)
+        rho = _of_slot(self._scale(), self._tables.scale_index)
         to_effective = self._tables.to_effective
         return to_effective(rho * loc), to_effective(rho * tf.exp(log_ratio))
 
@@ -216,7 +216,7 @@ class BlockPosterior(keras.layers.Layer):
     def coding_distribution(self):
         """P as a TFP distribution over the vector of all effective weights."""
         rho = self._tables.to_effective(
-            tf.gather(self._scale(), self._tables.scale_index)
+            _of_slot(self._scale(), self._tables.scale_index)
         )
         return _independent_normal(tf.zeros_like(rho), rho)
 
@@ -486,6 +486,23 @@ def match_path(path: str, pattern: str) -> bool:
     )
 
 
+# The gradients that tf.gather and tf.split have inside a function make XLA compile a
+# training step anew each time. Those written here do not.
+
+
+def _of_slot(scale: tf.Tensor, scale_index: tf.Tensor) -> tf.Tensor:
+    """[num_scales] -> the scale of each slot."""
+
+    @tf.custom_gradient
+    def gather(scale):
+        def gradient(upstream):
+            return tf.math.unsorted_segment_sum(upstream, scale_index, scale.shape[0])
+
+        return tf.gather(scale, scale_index), gradient
+
+    return gather(scale)
+
+
 class _Tables:
     """The layout as tensors, with gradients that need no scatter where none is due."""
 
@@ -517,7 +534,12 @@ class _Tables:
 
     def expand(self, blocks: tf.Tensor) -> list[tf.Tensor]:
         sizes = [v.effective_size for v in self._variables]
-        parts = tf.split(self.to_effective(blocks), sizes)
+
+        @tf.custom_gradient
+        def split(flat):
+            return tf.split(flat, sizes), lambda *upstream: tf.concat(upstream, 0)
+
+        parts = split(self.to_effective(blocks))
         for i, (index, sign) in self._hashing.items():
             parts[i] = tf.gather(parts[i], index) * sign
         return [

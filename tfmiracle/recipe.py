@@ -1,6 +1,10 @@
 """All settings of a compression run in one place."""
 
 import dataclasses
+import math
+
+from tfmiracle import philox
+from tfmiracle.codebook import check_code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +71,37 @@ class Recipe:
                     f"`{name}` must be at least {least}. "
                     f"Received: {name}={getattr(self, name)}"
                 )
-        for name in ("warmup_learning_rate", "learning_rate", "finetune_learning_rate"):
-            if not 0 < getattr(self, name) < float("inf"):
+        for name in (
+            "warmup_learning_rate",
+            "learning_rate",
+            "finetune_learning_rate",
+            "quota_rate",
+            "log_scale_rate",
+        ):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
                     f"`{name}` must be a positive number. "
                     f"Received: {name}={getattr(self, name)}"
                 )
-        if self.decay not in ("cosine", "constant"):
+        if not (self.kl_bits is None or 0 <= self.kl_bits < math.inf):
             raise ValueError(
-                "`decay` must be 'cosine' or 'constant'. "
-                f"Received: decay={self.decay!r}"
+                f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
+        if not math.isfinite(self.log_scale):
+            raise ValueError(
+                f"`log_scale` must be finite. Received: log_scale={self.log_scale}"
+            )
+        for name, known in (
+            ("decay", ("cosine", "constant")),
+            ("selection", ("sample", "largest_weight")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"`{name}` must be one of {known}. "
+                    f"Received: {name}={getattr(self, name)!r}"
+                )
+        check_code(self.block_bits, self.codebook)
+        philox.split_seed(self.seed)
 
     def changes(self) -> dict:
         """The fields that differ from the defaults."""

@@ -1,0 +1,482 @@
+"""The command line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from support import GOLDEN, fix_all, run_python
+
+import tfmiracle
+from tfmiracle import cli, compression
+from tfmiracle.datasets import load_dataset
+from tfmiracle.decoder import decode
+from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.network import to_file
+
+SIZES = {
+    "file_bytes",
+    "payload_bytes",
+    "float32_bytes",
+    "ratio",
+    "payload_ratio",
+    "weights",
+    "effective_weights",
+    "blocks",
+    "block_size",
+    "block_bits",
+    "kl_bits",
+    "codebook",
+    "selection",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a data set, a compiled network, and a file made of one."""
+    folder = tmp_path_factory.mktemp("made")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 6)).astype(np.float32)
+    y = np.argmax(x[:, :3], axis=1)
+    arrays = {"x_train": x[:60], "y_train": y[:60], "x_test": x[60:], "y_test": y[60:]}
+    np.savez(folder / "data.npz", **arrays)
+    np.savez(folder / "nan.npz", **{**arrays, "x_test": x[60:] * np.nan})
+    np.savez(folder / "wide.npz", x_train=x[:, :5], y_train=y, x_test=x, y_test=y)
+    np.savez(
+        folder / "other.npz", x_train=x[:, :5], y_train=y, x_test=x[:, :5], y_test=y
+    )
+    np.savez(folder / "classes.npz", **{**arrays, "y_test": y[60:] + 5})
+
+    keras.utils.set_random_seed(3)
+    net = keras.Sequential(
+        [
+            layers.Input((6,), name="x"),
+            layers.Dense(30, "relu", name="one"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(3, name="two"),
+        ],
+        name="net",
+    )
+    net.save(folder / "uncompiled.keras")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile("adam", loss)
+    net.save(folder / "net.keras")
+    (folder / "broken.keras").write_bytes(b"PK but no archive")
+    model = tfmiracle.VariationalModel(
+        net, block_size=16, block_bits=8, hashing={"one/kernel": 2}
+    )
+    to_file(fix_all(model)).write(folder / "net.miracle")
+    data = (folder / "net.miracle").read_bytes()
+    (folder / "short.miracle").write_bytes(data[:-7])
+    (folder / "not.miracle").write_bytes(b"something else")
+    (folder / "bad.flags").write_text("--block_size=7\n--no_such_flag=1\n")
+    return folder
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command with --json and returns what it printed, parsed."""
+
+    def run(*arguments):
+        status = cli.main([*map(str, arguments), "--json"])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        assert out.endswith("\n") and out.count("\n") == 1
+        return json.loads(out)
+
+    return run
+
+
+QUICK = [
+    "--train_steps=2",
+    "--block_size=100",
+    "--block_bits=8",
+    "--codebook=per_block",
+    "--batch_size=10",
+    "--finetune_steps=1",
+    "--blocks_per_round=2",
+]
+
+
+@pytest.fixture
+def short(quick, monkeypatch):
+    """Training of as few steps as the flags say."""
+    monkeypatch.setattr(compression, "_STEPS_PER_EXECUTION", 1)
+
+
+def test_compress_and_evaluate_agree(made, tmp_path, short, run):
+    output = tmp_path / "out.miracle"
+    result = run(
+        "compress",
+        f"--data={made / 'data.npz'}",
+        f"--model={made / 'net.keras'}",
+        f"--output={output}",
+        "--hashing=one/kernel:2,*/bias:3",
+        "--stored=norm/gamma",
+        *QUICK,
+    )
+    assert set(result) == SIZES | {
+        "error",
+        "error_before",
+        "errors",
+        "evaluated_on",
+        "seconds",
+        "output",
+        "history",
+    }
+    assert result["output"] == str(output) and result["evaluated_on"] == "test"
+    stages = ["original", "posterior_mean", "posterior_sample", "decoded"]
+    assert list(result["errors"]) == stages
+    assert result["error"] == result["errors"]["decoded"]
+    assert result["error_before"] == result["errors"]["original"]
+    assert result["file_bytes"] == output.stat().st_size
+    effective = 90 + 10 + 30 + 90 + 1  # one, beta of norm, two
+    assert result["effective_weights"] == effective
+    assert result["blocks"] == 3 == result["payload_bytes"]
+    assert (result["block_size"], result["block_bits"]) == (100, 8)
+    assert (result["kl_bits"], result["codebook"]) == (8, "per_block")
+    assert result["selection"] == "largest_weight"
+    assert result["weights"] == 180 + 30 + 120 + 90 + 3
+    assert result["float32_bytes"] == 4 * result["weights"]
+    assert result["ratio"] == round(4 * result["weights"] / result["file_bytes"], 1)
+    assert result["history"][-1]["blocks"] == 3
+    metadata = MiracleFile.read(output).metadata
+    assert metadata["recipe"]["block_bits"] == 8
+
+    evaluated = run("evaluate", output, f"--data={made / 'data.npz'}")
+    assert set(evaluated) == SIZES | {"error", "examples"}
+    assert evaluated["error"] == result["error"] and evaluated["examples"] == 20
+    for key in SIZES:
+        assert evaluated[key] == result[key]
+    data = load_dataset(made / "data.npz")
+    logits = tfmiracle.load(output).predict(data.x_test, verbose=0)
+    wrong = np.mean(np.argmax(logits, 1) != data.y_test)
+    assert evaluated["error"] == pytest.approx(wrong)
+
+
+def test_a_built_in_network_is_trained_from_scratch(tmp_path, short, capsys):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((30, 4, 4)).astype(np.float32), np.arange(30) % 2
+    np.savez(tmp_path / "tiny.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    status = cli.main(
+        [
+            "compress",
+            f"--data={tmp_path / 'tiny.npz'}",
+            "--model=digits_cnn",
+            f"--output={tmp_path / 'out.miracle'}",
+            "--validation_fraction=0.2",
+            "--overwrite",
+            *QUICK,
+            "--block_size=30000",
+        ]
+    )
+    out, err = capsys.readouterr()
+    assert status == 0
+    lines = out.splitlines()
+    assert len(lines) == 4
+    assert re.match(r"error before [\d.]+%, after [\d.]+% \(validation set\)", lines[0])
+    assert f"{tmp_path / 'out.miracle'}: " in lines[1]
+    assert "indices" in lines[1] and "blocks of 30000 weights, 8 bits" in lines[2]
+    assert "Variational training" in err
+
+
+# Reading files: no training, and TensorFlow only where it is needed.
+
+
+def test_info(made, run, capsys):
+    path = made / "net.miracle"
+    result = run("info", path)
+    assert set(result) == SIZES | {"variables", "metadata"}
+    assert result["file_bytes"] == path.stat().st_size
+    assert [v["name"] for v in result["variables"]] == MiracleFile.read(path).names
+    rows = {v["name"]: v for v in result["variables"]}
+    bits = 8 / 16  # a weight
+    assert rows["one/kernel"] == {
+        "name": "one/kernel",
+        "shape": [6, 30],
+        "treatment": "coded, hashed x2",
+        "bits": 90 * bits,
+    }
+    assert rows["two/bias"]["treatment"] == "coded"
+    assert rows["norm/moving_mean"]["treatment"] == "stored as float32"
+    assert rows["norm/moving_mean"]["bits"] == 32 * 30
+    assert cli.main(["info", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^one/kernel +6x30 +coded, hashed x2 +45$", table, re.M)
+
+
+def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
+    for i, metadata in enumerate(
+        [
+            {},
+            {"kl_bits": 3},
+            {"kl_bits": []},
+            {"kl_bits": [[1], [1]]},
+            {"selection": {}},
+        ]
+    ):
+        path = tmp_path / f"{i}.miracle"
+        MiracleFile([], [], [], [], {}, metadata).write(path)
+        result = run("info", path)
+        assert result["metadata"] == metadata
+        assert result["weights"] == result["payload_bytes"] == 0
+        assert cli.main(["info", str(path)]) == 0
+        capsys.readouterr()
+
+
+def test_info_of_several_groups(run):
+    result = run("info", GOLDEN / "shared.miracle")
+    assert result["block_size"] == [9, 10] and result["block_bits"] == [11, 8]
+    assert result["kl_bits"] == [11, 8] and result["codebook"] == "shared"
+
+
+def test_decode(made, tmp_path, run):
+    output = tmp_path / "weights.npz"
+    result = run("decode", made / "net.miracle", f"--output={output}")
+    weights = decode(made / "net.miracle").weights
+    assert result == {
+        "output": str(output),
+        "variables": len(weights),
+        "weights": 180 + 30 + 120 + 90 + 3,
+    }
+    with np.load(output) as archive:
+        assert archive.files == list(weights)
+        for name, value in weights.items():
+            np.testing.assert_array_equal(archive[name], value, strict=True)
+    run("decode", made / "net.miracle", f"--output={output}", "--overwrite")
+
+
+def test_decode_with_names_that_mean_something_to_numpy(tmp_path, run):
+    names = ["file", "args", "allow_pickle", "../up", "ä"]
+    values = [np.arange(i) for i in range(5)]
+    MiracleFile(names, [None] * 5, [], values, {}).write(tmp_path / "odd.miracle")
+    run("decode", tmp_path / "odd.miracle", f"--output={tmp_path / 'odd.npz'}")
+    with np.load(tmp_path / "odd.npz") as archive:
+        for name, value in zip(names, values):
+            np.testing.assert_array_equal(archive[name], value)
+
+
+def test_export_as_keras(made, tmp_path, run):
+    output = tmp_path / "net.keras"
+    arguments = ("export", made / "net.miracle", f"--output={output}", "--format=keras")
+    result = run(*arguments)
+    assert result == {
+        "output": str(output),
+        "format": "keras",
+        "bytes": output.stat().st_size,
+    }
+    loaded = keras.saving.load_model(output)
+    for variable, value in zip(
+        loaded.weights, decode(made / "net.miracle").weights.values(), strict=True
+    ):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    run(*arguments, "--overwrite")
+    assert os.listdir(tmp_path) == ["net.keras"]
+
+
+def test_export_as_saved_model_replaces_nothing_else(made, tmp_path, run, capsys):
+    output = tmp_path / "net"
+    arguments = ["export", str(made / "net.miracle"), f"--output={output}"]
+    output.mkdir()
+    (output / "thesis.tex").write_text("years of work")
+    assert cli.main([*arguments, "--overwrite"]) == 2
+    assert "folder" in capsys.readouterr().err
+    assert os.listdir(output) == ["thesis.tex"]
+    (output / "thesis.tex").unlink()
+    output.rmdir()
+
+    output.write_text("a file")
+    assert cli.main(arguments) == 2
+    capsys.readouterr()
+    result = run(*arguments, "--overwrite")
+    size = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
+    assert result["bytes"] == size and result["format"] == "saved_model"
+    assert cli.main(arguments) == 2
+    assert "exists" in capsys.readouterr().err
+    (output / "old").write_text("")
+    run(*arguments, "--overwrite")
+    assert not (output / "old").exists() and (output / "saved_model.pb").is_file()
+    assert os.listdir(tmp_path) == ["net"]
+
+
+def test_help_and_version(capsys):
+    for arguments in ([], ["help"], ["--help"], ["-h"]):
+        assert cli.main(arguments) == 0
+        out = capsys.readouterr().out
+        for command in cli.COMMANDS:
+            assert f"tfmiracle {command}" in out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{tfmiracle.__version__}\n"
+    assert cli.main(["compress", "--help"]) == 0
+    out = capsys.readouterr().out
+    for flag in ("--block_bits", "--target", "--hashing", "--[no]warm_start"):
+        assert flag in out
+    # Every setting is explained.
+    assert "weights in a block" in out and "constant" in out
+
+
+# Bad input.
+
+BAD = {
+    "unknown command": "compres --data=digits",
+    "command after a flag": "--json info {made}/net.miracle",
+    "unknown flag": "info {made}/net.miracle --verbose=1",
+    "flag of another command": "info {made}/net.miracle --data=digits",
+    "no file given": "info",
+    "two files given": "info {made}/net.miracle {made}/net.miracle",
+    "file given to compress": "compress {made}/net.miracle",
+    "missing file": "info {made}/none.miracle",
+    "folder as a file": "info {made}",
+    "truncated file": "info {made}/short.miracle",
+    "truncated file, decode": "decode {made}/short.miracle --output={out}",
+    "truncated file, evaluate": "evaluate {made}/short.miracle --data=digits",
+    "truncated file, export": "export {made}/short.miracle --output={out}",
+    "foreign file": "info {made}/not.miracle",
+    "no output given": "decode {made}/net.miracle",
+    "no output for export": "export {made}/net.miracle",
+    "no output for compress": "compress --data=digits",
+    "no data": "compress --output={out}",
+    "no data for evaluate": "evaluate {made}/net.miracle",
+    "empty output": "decode {made}/net.miracle --output=",
+    "existing output": "decode {made}/net.miracle --output={made}/net.miracle",
+    "existing output, export": "export {made}/net.miracle --format=keras "
+    "--output={made}/net.keras",
+    "existing output, compress": "{compress} --output={made}/net.miracle",
+    "folder as output": "decode {made}/net.miracle --output={made} --overwrite",
+    "folder missing": "decode {made}/net.miracle --output={out}/weights.npz",
+    "wrong suffix, keras": "export {made}/net.miracle --output={out} --format=keras",
+    "wrong suffix, litert": "export {made}/net.miracle --output={out} --format=litert",
+    "unknown format": "export {made}/net.miracle --output={out} --format=onnx",
+    "unknown data": "evaluate {made}/net.miracle --data=minst",
+    "data of the wrong kind": "evaluate {made}/net.miracle --data={made}/net.keras",
+    "NaN in data": "{compress} --data={made}/nan.npz",
+    "NaN in data, evaluate": "evaluate {made}/net.miracle --data={made}/nan.npz",
+    "shapes differ": "{compress} --data={made}/wide.npz",
+    "shapes of another network": "{compress} --data={made}/other.npz",
+    "shapes of another network, evaluate": "evaluate {made}/net.miracle --data=digits",
+    "too many classes": "{compress} --data={made}/classes.npz",
+    "unknown model": "{compress} --model=lenet6",
+    "uncompiled model": "{compress} --model={made}/uncompiled.keras",
+    "broken model": "{compress} --model={made}/broken.keras",
+    "images too small": "{compress} --data=digits --model=lenet5",
+    "hashing without a factor": "{compress} --hashing=one/kernel",
+    "hashing with a bad factor": "{compress} --hashing=one/kernel:two",
+    "hashing by 0": "{compress} --hashing=one/kernel:0",
+    "hashing of nothing": "{compress} --hashing=three/kernel:2",
+    "storing of nothing": "{compress} --stored=three/kernel",
+    "unmeetable target": "{compress} --target=9B",
+    "senseless target": "{compress} --target=small",
+    "infinite target": "{compress} --target=1e999",
+    "29 bits": "{compress} --block_bits=29",
+    "block size 0": "{compress} --block_size=0",
+    "no integer": "{compress} --block_size=many",
+    "no number": "{compress} --learning_rate=fast",
+    "learning rate NaN": "{compress} --learning_rate=nan",
+    "negative seed": "{compress} --seed=-1",
+    "unknown selection": "{compress} --selection=best",
+    "unknown codebook": "{compress} --codebook=sobol",
+    "nothing held out": "{compress} --validation_fraction=1e-9",
+    "all held out": "{compress} --validation_fraction=1",
+    "missing flag file": "{compress} --flagfile={made}/none.flags",
+    "unknown flag in a file": "{compress} --flagfile={made}/bad.flags",
+}
+
+
+@pytest.mark.parametrize("line", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_status_2(made, tmp_path, capfd, line):
+    compress = (
+        f"compress --data={made}/data.npz --model={made}/net.keras "
+        f"--output={tmp_path}/out.miracle --train_steps=1"
+    )
+    line = line.replace("{compress}", compress)
+    arguments = line.format(made=made, out=tmp_path / "out").split()
+    before = {path: path.read_bytes() for path in made.iterdir()}
+    assert cli.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"tfmiracle: .{10,}\n", err), err
+    assert "unexpected" not in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    assert {path: path.read_bytes() for path in made.iterdir()} == before
+
+
+def test_defects_are_told_from_bad_input(made, monkeypatch, capsys):
+    def defect(values, path):
+        raise KeyError("oops")
+
+    command = cli.COMMANDS["info"]
+    monkeypatch.setitem(
+        cli.COMMANDS, "info", cli.dataclasses.replace(command, run=defect)
+    )
+    assert cli.main(["info", str(made / "net.miracle")]) == 1
+    assert "unexpected KeyError" in capsys.readouterr().err
+    monkeypatch.setenv("TFMIRACLE_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        cli.main(["info", str(made / "net.miracle")])
+
+
+def test_interruption(made, monkeypatch, capsys):
+    def interrupt(values, path):
+        raise KeyboardInterrupt
+
+    command = cli.COMMANDS["info"]
+    monkeypatch.setitem(
+        cli.COMMANDS, "info", cli.dataclasses.replace(command, run=interrupt)
+    )
+    assert cli.main(["info", str(made / "net.miracle")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+# In processes of their own.
+
+MAIN = "from tfmiracle.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_reading_needs_no_tensorflow(made, tmp_path):
+    others = {"without": ["tensorflow", "keras", "sklearn"]}
+    process = run_python(MAIN, "info", made / "net.miracle", "--json", **others)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout)["blocks"] > 0
+    output = tmp_path / "weights.npz"
+    arguments = ("decode", made / "net.miracle", f"--output={output}")
+    process = run_python(MAIN, *arguments, **others)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout == f"wrote {output}\n" and output.is_file()
+
+
+@pytest.mark.slow
+def test_a_process_says_only_what_it_should(made, tmp_path):
+    output = tmp_path / "out.miracle"
+    compress = (
+        "compress",
+        f"--data={made / 'data.npz'}",
+        f"--model={made / 'net.keras'}",
+        f"--output={output}",
+        *QUICK,
+    )
+    process = run_python(MAIN, *compress, "--target=5B")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert re.fullmatch(r"tfmiracle: `target` cannot be met.*\n", process.stderr)
+    process = run_python(MAIN, *compress, "--json")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["file_bytes"] == output.stat().st_size
+    exported = tmp_path / "net.tflite"
+    process = run_python(
+        MAIN, "export", output, f"--output={exported}", "--format=litert", "--json"
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["bytes"] == exported.stat().st_size
+
+
+@pytest.mark.slow
+def test_the_script_is_installed():
+    script = os.path.join(os.path.dirname(sys.executable), "tfmiracle")
+    if not os.path.exists(script):
+        pytest.skip("tfmiracle is not installed in this environment")
+    process = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert process.stdout == f"{tfmiracle.__version__}\n"

@@ -1,0 +1,481 @@
+"""Compression in one call, its settings, and the size it is asked for."""
+
+import dataclasses
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl import flags
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers
+from support import fix_all
+
+import tfmiracle
+from tfmiracle import PAPER, Recipe, cli, compression
+from tfmiracle.compression import _training_batches, block_size_for, target_bytes
+from tfmiracle.datasets import load_dataset
+from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.models import VariationalModel
+from tfmiracle.network import to_file
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+FAST = Recipe(
+    block_size=150,
+    block_bits=8,
+    codebook="per_block",
+    batch_size=16,
+    train_steps=10,
+    blocks_per_round=8,
+    finetune_steps=10,
+)
+
+
+def examples(count=64):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 6)).astype(np.float32)
+    return x, np.argmax(x[:, :3], axis=1)
+
+
+def small_net(units=40, normalized=True):
+    """7 * units + 4 * units of BatchNormalization + 3 * units + 3 weights."""
+    keras.utils.set_random_seed(3)
+    net = keras.Sequential(
+        [
+            layers.Input((6,), name="x"),
+            layers.Dense(units, "relu", name="one"),
+            *([layers.BatchNormalization(name="norm")] if normalized else []),
+            layers.Dense(3, name="two"),
+        ],
+        name="net",
+    )
+    net.compile(loss=LOSS, metrics=["accuracy"])
+    return net
+
+
+@pytest.fixture
+def short(quick, monkeypatch):
+    """Runs of three steps."""
+    monkeypatch.setattr(compression, "_STEPS_PER_EXECUTION", 1)
+    return dataclasses.replace(FAST, train_steps=2, finetune_steps=1)
+
+
+# Whole runs.
+
+
+def test_compress(tmp_path, quick, capsys):
+    net = small_net()
+    before = [np.array(v) for v in net.weights]
+    path = tmp_path / "net.miracle"
+    x, y = examples()
+    result = tfmiracle.compress(
+        net,
+        (x, y),
+        target=800,
+        path=path,
+        recipe=dataclasses.replace(
+            FAST, warmup_steps=10, blocks_per_round=64, finetune_steps=3
+        ),
+        hashing={"one/kernel": 2},
+        metrics=["accuracy"],
+        validation_data=(x, y),
+        metadata={"note": "to myself"},
+        verbose=0,
+    )
+    assert capsys.readouterr().out == ""
+
+    # The model given is untouched.
+    for variable, value in zip(net.weights, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    assert net.loss is LOSS and all(v.trainable for v in net.trainable_variables)
+
+    assert result.path == str(path)
+    assert result.file_bytes == path.stat().st_size <= 800
+    file = MiracleFile.read(path)
+    assert file.num_weights == 7 * 40 + 4 * 40 + 3 * 40 + 3
+    assert result.ratio == 4 * file.num_weights / path.stat().st_size
+    assert result.payload_ratio == 4 * file.num_weights / file.payload_bytes
+    assert file.groups[0].layout.variables[0].hash_factor == 2
+    assert file.metadata["note"] == "to myself"
+    block_size = file.groups[0].layout.block_size
+    assert file.metadata["recipe"] == {
+        "block_size": block_size,
+        "block_bits": 8,
+        "codebook": "per_block",
+        "batch_size": 16,
+        "warmup_steps": 10,
+        "train_steps": 10,
+        "blocks_per_round": 64,
+        "finetune_steps": 3,
+    }
+
+    stages = ["original", "warmup", "posterior_mean", "posterior_sample", "decoded"]
+    assert list(result.stages) == stages
+    for metrics in result.stages.values():
+        assert metrics["loss"] > 0 and 0 <= metrics["accuracy"] <= 1
+    logits = tfmiracle.load(path).predict(x, verbose=0)
+    np.testing.assert_array_equal(logits, result.model.predict(x, verbose=0))
+    accuracy = np.mean(np.argmax(logits, 1) == y)
+    assert result.stages["decoded"]["accuracy"] == pytest.approx(accuracy)
+
+    num_blocks = file.groups[0].layout.num_blocks
+    rounds = -(-num_blocks // 64)
+    # Ten steps at a time, and enough of them for all rounds.
+    assert [r["step"] for r in result.history] == [10 * i for i in range(rounds)]
+    assert result.history[-1]["blocks"] == num_blocks
+
+
+def test_a_dataset_and_no_validation(tmp_path, short):
+    batches = tf.data.Dataset.from_tensor_slices(examples()).batch(16)
+    path = tmp_path / "net.miracle"
+    net = small_net()
+    net.compile("sgd")
+    result = tfmiracle.compress(
+        net, batches, path=path, recipe=short, loss=LOSS, stored=["two/*"], verbose=0
+    )
+    assert result.stages == {}
+    file = MiracleFile.read(path)
+    assert [place is None for place in file.coded[-2:]] == [True, True]
+    # one/kernel, one/bias and gamma, beta of the normalization.
+    assert file.groups[0].layout.num_blocks == -(-(7 * 40 + 2 * 40) // 150)
+    with pytest.raises(FileExistsError):
+        tfmiracle.compress(net, batches, path=path, recipe=short, loss=LOSS)
+
+
+def test_progress_is_told(tmp_path, short, capsys):
+    tfmiracle.compress(small_net(), examples(), path=tmp_path / "net", recipe=short)
+    out = capsys.readouterr().out
+    assert "Variational training, 2 steps" in out and "Coding" in out
+
+
+@pytest.mark.slow
+def test_digits_stay_readable(tmp_path):
+    digits = load_dataset("digits")
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Flatten(),
+            layers.Dense(32, "relu"),
+            layers.Dense(10),
+        ]
+    )
+    net.compile("adam", LOSS, metrics=["accuracy"])
+    net.fit(digits.x_train, digits.y_train, batch_size=32, epochs=20, verbose=0)
+    recipe = Recipe(
+        block_bits=10,
+        train_steps=500,
+        blocks_per_round=100,
+        finetune_steps=20,
+    )
+    test = (digits.x_test, digits.y_test)
+    result = tfmiracle.compress(
+        net,
+        (digits.x_train, digits.y_train),
+        target="12x",
+        path=tmp_path / "net.miracle",
+        recipe=recipe,
+        metrics=["accuracy"],
+        validation_data=test,
+        verbose=0,
+    )
+    assert result.ratio > 11 and result.file_bytes <= 4 * 2410 / 12
+    assert result.stages["original"]["accuracy"] > 0.93
+    assert result.stages["decoded"]["accuracy"] > 0.85
+
+
+# What is refused.
+
+
+def refused(match, *, net=None, data=None, error=ValueError, tmp_path, **kwargs):
+    path = tmp_path / "net.miracle"
+    with pytest.raises(error, match=match):
+        tfmiracle.compress(
+            net or small_net(),
+            examples() if data is None else data,
+            **{"path": path, "recipe": FAST, "verbose": 0, **kwargs},
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_data_is_refused(tmp_path):
+    x, y = examples()
+    for pair in ((x, y[:-1]), (x[:-1], y), (x[:0], y[:0])):
+        refused("same number of examples", data=pair, tmp_path=tmp_path)
+    for other in (x, [x, y], (x,), {"x": x}):
+        refused("must be a tuple", data=other, tmp_path=tmp_path)
+    for value in (np.nan, np.inf):
+        bad = x.copy()
+        bad[5, 2] = value
+        refused("not finite", data=(bad, y), tmp_path=tmp_path)
+    empty = tf.data.Dataset.from_tensor_slices((x, y)).take(0).batch(4)
+    refused("empty", data=empty, tmp_path=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, short):
+    x, y = examples()
+    x[:, 0] = np.nan
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    refused(
+        "loss is nan after variational", data=batches, recipe=short, tmp_path=tmp_path
+    )
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    net = small_net()
+    net.loss = None
+    refused("`loss` is missing", net=net, tmp_path=tmp_path)
+    unbuilt = keras.Sequential([layers.Dense(3)])
+    refused("no weights yet", net=unbuilt, loss="mse", tmp_path=tmp_path)
+    refused("fits no variable", hashing={"three/kernel": 2}, tmp_path=tmp_path)
+    refused("fits no variable", stored=["three/kernel"], tmp_path=tmp_path)
+    refused("hash_factor", hashing={"one/kernel": 0}, tmp_path=tmp_path)
+    refused("could be coded", stored=["*"], tmp_path=tmp_path)
+    refused("`target` must be", target="small", tmp_path=tmp_path)
+    refused("cannot be met", target=10, tmp_path=tmp_path)
+    refused("JSON", metadata={"x": object()}, error=TypeError, tmp_path=tmp_path)
+    none = tmp_path / "none" / "net.miracle"
+    refused("not exist", path=none, error=FileNotFoundError, tmp_path=tmp_path)
+
+
+# The size of the file.
+
+
+def size_of(net, block_size, recipe, **kwargs):
+    metadata = kwargs.pop("metadata", {})
+    model = VariationalModel(
+        net, block_size=block_size, block_bits=recipe.block_bits, **kwargs
+    )
+    recipe = dataclasses.replace(recipe, block_size=block_size)
+    metadata = {"selection": "sample", "recipe": recipe.changes(), **metadata}
+    return to_file(fix_all(model), metadata)
+
+
+WORDS = {"words": [n * 37 % 1000 for n in range(200)]}
+
+
+@pytest.mark.parametrize("bits", [3, 8, 20])
+@pytest.mark.parametrize(
+    "target, options",
+    [
+        (1500, {}),
+        ("2.6 kB", {"stored": ["*/bias"]}),
+        ("21x", {"hashing": {"one/kernel": 3}}),
+        ("2.5 bits", {"metadata": WORDS}),
+    ],
+)
+def test_targets_are_used_and_not_exceeded(bits, target, options):
+    net = small_net(500, normalized=False)
+    recipe = Recipe(block_bits=bits)
+    budget = target_bytes(target, sum(v.numpy().size for v in net.weights))
+    size = block_size_for(net, target, recipe, **options)
+    file = size_of(net, size, recipe, **options)
+    actual = len(file.to_bytes())
+    assert actual <= budget
+    # Smaller blocks would not do, but for what stored variables may need.
+    smaller = size_of(net, size - 1, recipe, **options) if size > 1 else None
+    slack = 80 + sum(v.nbytes for v in file.stored)
+    assert smaller is None or len(smaller.to_bytes()) > budget - slack - bits
+
+
+def test_stored_values_may_grow_in_training():
+    """Zeros compress well, trained statistics do not."""
+    net = small_net(300)
+    size = block_size_for(net, 4000, Recipe(block_bits=8))
+    rng = np.random.default_rng(0)
+    norm = net.get_layer("norm")
+    norm.set_weights([rng.gamma(2.0, size=300) for _ in range(4)])
+    file = size_of(net, size, Recipe(block_bits=8))
+    used = len(file.to_bytes())
+    smaller = size_of(net, size - 1, Recipe(block_bits=8))
+    assert used <= 4000 < len(smaller.to_bytes()) + 2 * 64
+
+
+@pytest.mark.parametrize("target", [1, 100, "1000x", "0.01 bits", "1e999x"])
+def test_impossible_targets_are_refused(target):
+    with pytest.raises(ValueError, match="`target`"):
+        block_size_for(small_net(), target, FAST)
+
+
+@pytest.mark.parametrize(
+    "target, expected",
+    [
+        (3300, 3300),
+        (np.int64(12), 12),
+        (99.9, 99),
+        ("3300", 3300),
+        ("3300 B", 3300),
+        ("3300b", 3300),
+        ("3.3 kB", 3300),
+        (" 3.3KB ", 3300),
+        (".5 MB", 500_000),
+        ("1e3", 1000),
+        ("1.5e+1 kB", 15_000),
+        ("500x", 8),
+        ("500 X", 8),
+        ("0.5x", 8000),
+        ("0.06 bits", 7),
+        ("1 bit", 125),
+        ("32 BITS", 4000),
+    ],
+)
+def test_targets_are_read(target, expected):
+    assert target_bytes(target, 1000) == expected
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["", "x", "kB", "0", "0x", 0, -5, "-5 B", "5 GB", "5 kbits", "1,000", "5 5"]
+    + ["1e", "1..2", "nan", "inf", "1e999", "1e999 bits", None, True, "0.0 bits", "٣"],
+)
+def test_targets_that_cannot_be_read(target):
+    with pytest.raises(ValueError, match="`target` must be"):
+        target_bytes(target, 1000)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(alphabet="0123456789.eE+- xbBkKmMits", max_size=10))
+def test_any_target_is_read_or_refused(text):
+    try:
+        assert target_bytes(text, 1000) >= 0
+    except ValueError as error:
+        assert "`target` must be" in str(error)
+
+
+# The order of the data.
+
+
+def test_every_epoch_is_another_permutation():
+    x = np.arange(20, dtype=np.float32)[:, np.newaxis]
+    recipe = Recipe(batch_size=4, seed=2**64 - 1)
+    batches, steps = _training_batches((x, 10 * x[:, 0]), recipe)
+    assert steps == 5
+
+    def epochs(phase):
+        taken = list(batches(phase).take(10).as_numpy_iterator())
+        for inputs, labels in taken:
+            assert inputs.shape == (4, 1)
+            np.testing.assert_array_equal(10 * inputs[:, 0], labels)
+        order = np.concatenate([inputs[:, 0] for inputs, _ in taken])
+        return order.astype(int).reshape(2, 20)
+
+    orders = [*epochs("warmup"), *epochs("variational"), *epochs("coding")]
+    for order in orders:
+        assert sorted(order) == list(range(20))
+    assert len({tuple(order) for order in orders}) == 6
+    np.testing.assert_array_equal(epochs("coding"), orders[4:])
+    other, _ = _training_batches((x, x), dataclasses.replace(recipe, seed=1))
+    first = np.concatenate([b[0][:, 0] for b in other("coding").take(5)])
+    assert first.tolist() != orders[4].tolist()
+
+
+def test_few_examples_fill_a_batch_over_and_over():
+    x = np.arange(3, dtype=np.float32)[:, np.newaxis]
+    batches, steps = _training_batches((x, x), Recipe(batch_size=8))
+    assert steps == 1
+    inputs, _ = next(iter(batches("warmup")))
+    assert np.bincount(inputs.numpy().astype(int)[:, 0]).tolist() in (
+        [3, 3, 2],
+        [3, 2, 3],
+        [2, 3, 3],
+    )
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    "name, bad",
+    [
+        ("block_size", [0, -3]),
+        ("batch_size", [0]),
+        ("blocks_per_round", [0]),
+        ("warmup_steps", [-1]),
+        ("train_steps", [-1]),
+        ("finetune_steps", [-1]),
+        ("learning_rate", [0.0, -1.0, np.nan, np.inf]),
+        ("warmup_learning_rate", [0.0, np.nan]),
+        ("finetune_learning_rate", [0.0, np.nan]),
+        ("quota_rate", [0.0, np.nan]),
+        ("log_scale_rate", [0.0, np.inf]),
+        ("log_scale", [np.nan, np.inf]),
+        ("kl_bits", [-1.0, np.nan, np.inf]),
+        ("block_bits", [-1, 29, 8.5]),
+        ("codebook", ["sobol", None]),
+        ("selection", ["best", None]),
+        ("decay", ["linear"]),
+        ("seed", [-1, 2**64, 0.5]),
+    ],
+)
+def test_recipes_out_of_range(name, bad):
+    for value in bad:
+        with pytest.raises(ValueError, match=name):
+            Recipe(**{name: value})
+
+
+def test_changes_are_what_differs_from_the_defaults():
+    assert Recipe().changes() == {}
+    changes = {"block_size": 7, "warm_start": False, "kl_bits": 3.5}
+    assert Recipe(**changes).changes() == changes
+    assert Recipe(**PAPER.changes()) == PAPER
+    json.dumps(PAPER.changes())
+
+
+def test_the_paper():
+    """Lin, Flamich and Hernández-Lobato (2023), section 4 and appendix C."""
+    expected = Recipe(
+        block_size=20,
+        block_bits=20,
+        kl_bits=None,  # the divergence is the length of the code
+        codebook="per_block",
+        selection="sample",
+        batch_size=200,
+        warmup_steps=0,
+        train_steps=100_000,
+        learning_rate=1e-3,
+        quota_rate=1.0,
+        log_scale_rate=1.0,
+        decay="constant",
+        warm_start=False,
+        log_scale=-2.0,
+        blocks_per_round=1,
+        finetune_steps=100,
+        finetune_learning_rate=1e-3,
+        seed=0,
+    )
+    assert expected == PAPER
+
+
+def flags_of(path):
+    values = flags.FlagValues()
+    cli.COMMANDS["compress"].define(values)
+    rest = values(["tfmiracle", f"--flagfile={path}"])
+    assert rest == ["tfmiracle"]
+    recipe = Recipe(
+        **{f.name: values[f.name].value for f in dataclasses.fields(Recipe)}
+    )
+    return values, recipe
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.flags")), ids=lambda p: p.stem)
+def test_configurations_are_valid(path):
+    values, recipe = flags_of(path)
+    assert values.output is None
+    assert values.model in ("lenet5", "digits_cnn")
+    cli._hashing(values.hashing)
+    assert recipe.train_steps > 0
+    if values.target is not None:
+        target_bytes(values.target, 10_000)
+
+
+@pytest.mark.parametrize("block_size", [20, 30, 40])
+def test_configurations_of_the_paper(block_size):
+    values, recipe = flags_of(CONFIGS / f"lenet5_mnist_b{block_size}.flags")
+    assert recipe == dataclasses.replace(PAPER, block_size=block_size)
+    assert values.model == "lenet5" and values.stored == []
+    assert cli._hashing(values.hashing) == {"conv2/kernel": 2, "dense1/kernel": 64}
+    assert values.target is None and values.validation_fraction == 0

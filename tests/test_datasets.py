@@ -1,0 +1,217 @@
+"""Data sets by name and from files."""
+
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from tfmiracle.datasets import Dataset, load_dataset
+
+
+def good(count=12, shape=(4, 4)):
+    rng = np.random.default_rng(0)
+    return {
+        "x_train": rng.integers(0, 256, (count, *shape), np.uint8),
+        "y_train": np.arange(count) % 3,
+        "x_test": rng.integers(0, 256, (4, *shape), np.uint8),
+        "y_test": np.arange(4)[:, np.newaxis],
+    }
+
+
+def saved(path, **arrays):
+    np.savez(path, **{**good(), **arrays})
+    return path
+
+
+def test_digits():
+    from sklearn.datasets import load_digits
+
+    digits = load_dataset("digits")
+    assert digits.x_train.shape == (1438, 8, 8, 1)
+    assert digits.x_test.shape == (359, 8, 8, 1)
+    assert digits.num_classes == 10
+    for x, y in ((digits.x_train, digits.y_train), (digits.x_test, digits.y_test)):
+        assert (x.dtype, y.dtype) == (np.float32, np.int64)
+        assert (x.min(), x.max()) == (0, 1)
+        assert np.bincount(y, minlength=10).min() > 20
+    # Together the whole set, every fifth one for testing.
+    original = load_digits()
+    np.testing.assert_array_equal(digits.y_test, original.target[4::5])
+    test = original.images[4::5] / 16
+    np.testing.assert_array_equal(digits.x_test[..., 0], test.astype(np.float32))
+    train = np.delete(original.target, np.s_[4::5])
+    np.testing.assert_array_equal(digits.y_train, train)
+
+
+def test_bytes_are_scaled_and_images_get_a_channel(tmp_path):
+    arrays = good()
+    data = load_dataset(saved(tmp_path / "data.npz"))
+    assert data.x_train.shape == (12, 4, 4, 1) and data.x_test.shape == (4, 4, 4, 1)
+    expected = arrays["x_train"].astype(np.float32) / np.float32(255)
+    np.testing.assert_array_equal(data.x_train[..., 0], expected)
+    np.testing.assert_array_equal(data.y_test, [0, 1, 2, 3])
+    assert data.num_classes == 4
+    assert {data.y_train.dtype, data.y_test.dtype} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int16, np.uint16, bool])
+def test_other_inputs_are_taken_as_they_are(tmp_path, dtype):
+    train = np.arange(24).reshape(12, 2).astype(dtype)
+    data = load_dataset(
+        saved(tmp_path / "data.npz", x_train=train, x_test=train[:4]),
+    )
+    assert data.x_train.dtype == np.float32
+    np.testing.assert_array_equal(data.x_train, train.astype(np.float32))
+    colours = np.zeros((12, 3, 3, 3))
+    path = saved(tmp_path / "data.npz", x_train=colours, x_test=colours[:4])
+    assert load_dataset(str(path)).x_test.shape == (4, 3, 3, 3)
+
+
+def with_value(key, index, value):
+    array = good()[key].astype(np.float64)
+    array[index] = value
+    return {key: array}
+
+
+@pytest.mark.parametrize(
+    "arrays, match",
+    [
+        (with_value("x_train", 5, np.nan), r"x_train\[5\].*finite"),
+        (with_value("x_test", (2, 3), np.inf), r"x_test\[2\].*finite"),
+        (with_value("x_train", 1, 1e300), r"x_train\[1\].*finite"),
+        ({"x_train": np.zeros(12)}, "x_train must be"),
+        ({"x_train": np.float32(1)}, "x_train must be"),
+        ({"x_train": np.zeros((0, 4, 4))}, "at least one"),
+        ({"x_test": np.zeros((0, 4, 4))}, "x_test must be"),
+        ({"x_train": np.zeros((12, 4), complex)}, "numeric"),
+        ({"x_train": np.full((12, 4), "a")}, "numeric"),
+        ({"x_test": np.zeros((4, 5, 4))}, r"x_test have shape \(5, 4\)"),
+        ({"x_test": np.zeros((4, 16))}, r"x_test have shape \(16,\)"),
+        ({"y_train": np.arange(11)}, "each of the 12"),
+        ({"y_train": np.zeros((12, 2), int)}, "one class number"),
+        ({"y_train": np.zeros((2, 6), int)}, "one class number"),
+        ({"y_train": np.int64(3)}, "one class number"),
+        ({"y_train": np.zeros(0, int)}, "one class number"),
+        ({"y_test": np.zeros(4)}, "an integer"),
+        ({"y_test": np.full(4, True)}, "an integer"),
+        ({"y_test": np.full(4, "cat")}, "an integer"),
+        ({"y_test": np.array([0, 1, -1, 2])}, "from 0"),
+        ({"y_test": np.array([{}] * 4)}, r"no readable \.npz"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_do_not_fit(tmp_path, arrays, match):
+    with pytest.raises(ValueError, match=match):
+        load_dataset(saved(tmp_path / "data.npz", **arrays))
+
+
+@pytest.mark.parametrize("missing", ["x_train", "y_train", "x_test", "y_test"])
+def test_missing_arrays_are_named(tmp_path, missing):
+    arrays = good()
+    del arrays[missing]
+    np.savez(tmp_path / "data.npz", **arrays)
+    with pytest.raises(ValueError, match=f"lacks an array.*{missing}"):
+        load_dataset(tmp_path / "data.npz")
+
+
+def test_files_that_are_no_archives(tmp_path):
+    archive = saved(tmp_path / "good.npz").read_bytes()
+    np.savez_compressed(tmp_path / "small.npz", **good())
+    compressed = bytearray((tmp_path / "small.npz").read_bytes())
+    compressed[120:160] = bytes(40)
+    array = tmp_path / "array.npy"
+    np.save(array, np.zeros(3))
+    path = tmp_path / "bad.npz"
+    for data in (
+        b"",
+        b"some text",
+        archive[:-30],
+        archive[: len(archive) // 2],
+        compressed,
+        array.read_bytes(),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"bad\.npz is no readable \.npz file"):
+            load_dataset(path)
+
+
+@pytest.mark.parametrize("name", ["none.npz", "minst", "", "."])
+def test_unknown_names(name):
+    with pytest.raises(ValueError, match="There is no data set"):
+        load_dataset(name)
+
+
+def test_keras_datasets_that_cannot_be_loaded(monkeypatch):
+    import keras
+
+    def offline():
+        raise OSError("no connection")
+
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", offline)
+    with pytest.raises(ValueError, match=r"'mnist': no connection.*\.npz"):
+        load_dataset("mnist")
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_keras_datasets(monkeypatch, name):
+    import keras
+
+    arrays = good(shape=(4, 4) if name == "mnist" else (4, 4, 3))
+
+    def load():
+        return (arrays["x_train"], arrays["y_train"]), (
+            arrays["x_test"],
+            arrays["y_test"],
+        )
+
+    monkeypatch.setattr(getattr(keras.datasets, name), "load_data", load)
+    data = load_dataset(name)
+    assert data.x_train.shape == (12, 4, 4, 1 if name == "mnist" else 3)
+    assert data.x_train.max() <= 1
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 1 / 3, 0.5, 0.99])
+def test_hold_out_is_spread_evenly(fraction):
+    count = 300
+    x = np.arange(count, dtype=np.float32)[:, np.newaxis]
+    y = np.arange(count) // 100  # sorted by class, as archives are
+    held = Dataset(x, y, x[:1], y[:1]).hold_out(fraction)
+    assert len(held.x_test) == int(np.floor(count * fraction))
+    together = np.concatenate([held.x_train, held.x_test])[:, 0]
+    assert sorted(together) == list(range(count))
+    np.testing.assert_array_equal(y[held.x_train[:, 0].astype(int)], held.y_train)
+    np.testing.assert_array_equal(y[held.x_test[:, 0].astype(int)], held.y_test)
+    shares = np.bincount(held.y_test, minlength=3)
+    assert shares.max() - shares.min() <= 1
+    distances = np.diff(held.x_test[:, 0])
+    assert distances.size == 0 or distances.max() - distances.min() <= 1
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.5, 2, 0.01, 0.999, np.nan])
+def test_hold_out_leaves_both_sides(fraction):
+    x = np.zeros((9, 1), np.float32)
+    y = np.zeros(9, int)
+    if fraction == 0.999:  # nine examples, of which eight are held out
+        assert len(Dataset(x, y, x, y).hold_out(fraction).x_train) == 1
+        return
+    with pytest.raises(ValueError, match="both sides"):
+        Dataset(x, y, x, y).hold_out(fraction)
+
+
+@pytest.mark.mnist
+def test_mnist():
+    path = os.environ.get("TFMIRACLE_MNIST")
+    if not path or not pathlib.Path(path).is_file():
+        pytest.skip("the environment variable TFMIRACLE_MNIST names no file")
+    data = load_dataset(path)
+    assert data.x_train.shape == (60_000, 28, 28, 1)
+    assert data.x_test.shape == (10_000, 28, 28, 1)
+    assert (data.x_train.min(), data.x_train.max()) == (0, 1)
+    assert np.bincount(data.y_train).tolist() == [
+        5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949,
+    ]  # fmt: skip
+    held = data.hold_out(1 / 12)
+    assert len(held.x_test) == 5000
+    share = np.bincount(held.y_test) / np.bincount(data.y_train)
+    np.testing.assert_allclose(share, 1 / 12, atol=0.01)
