@@ -323,7 +323,7 @@ HUGE = 2**39
 SENSELESS = {
     "29 bits": with_group(bits=29),
     "empty blocks": with_group(block_size=0),
-    "blocks larger than all weights": with_group(block_size=5),
+    "blocks larger than all weights": with_group(block_size=5, bits=16),
     "blocks of 2^60": with_group(block_size=2**60),
     "codebook 2": with_group(codebook=2),
     "scale 0": with_group(scales=[0.0]),
@@ -396,6 +396,7 @@ def test_bits_left_over_must_be_zero():
         STORED[:-1],
         STORED[:-1] + bytes([STORED[-1] ^ 1]),
     ],
+    ids=lambda stored: f"{len(stored)} bytes",
 )
 def test_stored_values_that_do_not_fit(stored):
     with pytest.raises(FileFormatError):

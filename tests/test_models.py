@@ -247,7 +247,9 @@ def mixing_model(seed):
             layers.Dense(3),
         ]
     )
-    model = VariationalModel(net, block_size=5, seed=seed, hashing={"kernel": 2})
+    model = VariationalModel(
+        net, block_size=5, kl_bits=60, seed=seed, hashing={"kernel": 2}
+    )
     model.compile(keras.optimizers.Adam(0.05), "mse")
     return model
 
