@@ -1,8 +1,8 @@
 """Neural networks stored as random-code indices: hundreds of times smaller.
 
-Names are loaded on first use, so that `tfmiracle.decoder` needs NumPy only. In a process
-that has imported Keras before, the layers and models are loaded at once: Keras finds
-their classes when it loads a saved model only if they are registered with it by then.
+Names are loaded on first use, so that `tfmiracle.decoder` needs NumPy only. In a
+process that has imported Keras before, layers and models are loaded at once: Keras
+finds their classes in a saved model only if they are registered by then.
 """
 
 import importlib

@@ -12,6 +12,7 @@ from tfmiracle.coder import SELECTIONS, MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import build_network, plain_architecture, to_file
+from tfmiracle.posterior import DeterministicPosterior
 
 
 class CompressionCallback(keras.callbacks.Callback):
@@ -78,7 +79,7 @@ class CompressionCallback(keras.callbacks.Callback):
                 f"`selection` must be one of {SELECTIONS}. "
                 f"Received: selection={selection!r}"
             )
-        json.dumps(metadata)  # its TypeError should come before the training
+        json.dumps(metadata, allow_nan=False)  # errors should come before the training
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps
@@ -116,6 +117,11 @@ class CompressionCallback(keras.callbacks.Callback):
                 f"{self.model.name!r} has nothing to code. Wrap it in "
                 "`tfmiracle.VariationalModel`, or build it from layers such as "
                 "MeanKLDense."
+            )
+        if any(isinstance(p, DeterministicPosterior) for p, _ in parts):
+            raise ValueError(
+                f"{self.model.name!r} is deterministic: it has no posterior to code. "
+                "Build the VariationalModel with parameterization='mean_kl'."
             )
         # What would make the file unreadable shows now and not after the training.
         net = build_network(plain_architecture(self.model))

@@ -166,23 +166,19 @@ def _define_compress(values):
     helps = dict(re.findall(r"^      (\w+): ((?:.|\n {8})*)", Recipe.__doc__, re.M))
     for field in dataclasses.fields(Recipe):
         define = {
-            "int": flags.DEFINE_integer,
-            "float": flags.DEFINE_float,
-            "float | None": flags.DEFINE_float,
-            "bool": flags.DEFINE_bool,
-            "str": flags.DEFINE_string,
-        }[field.type if isinstance(field.type, str) else _name(field.type)]
+            int: flags.DEFINE_integer,
+            float: flags.DEFINE_float,
+            float | None: flags.DEFINE_float,
+            bool: flags.DEFINE_bool,
+            str: flags.DEFINE_string,
+        }[field.type]
         text = " ".join(helps[field.name].split())
         define(field.name, field.default, text, flag_values=values)
 
 
-def _name(annotation):
-    return getattr(annotation, "__name__", str(annotation))
-
-
 def _compress(values):
     for name in ("data", "output"):
-        if values[name].value is None:
+        if not values[name].value:
             raise flags.Error(f"--{name} is missing")
     check_output(values.output, values.overwrite)
     recipe = Recipe(
@@ -257,6 +253,15 @@ def _architectures():
 
 
 def _check_fit(net, data: Dataset):
+    shapes = getattr(net, "input_shape", None), getattr(net, "output_shape", None)
+    if not all(
+        isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
+        for shape in shapes
+    ):
+        raise ValueError(
+            "the network must have one input and one output of known shape; use "
+            "`tfmiracle.compress` in Python for others"
+        )
     expected, found = tuple(net.input_shape[1:]), data.x_test.shape[1:]
     if len(expected) != len(found) or any(
         e not in (None, f) for e, f in zip(expected, found)
@@ -344,7 +349,7 @@ def _define_evaluate(values):
 
 
 def _evaluate(values, path):
-    if values.data is None:
+    if not values.data:
         raise flags.Error("--data is missing")
     file = MiracleFile.read(path)
     data = load_dataset(values.data)
@@ -419,7 +424,7 @@ def _define_overwrite(values):
 
 
 def _output(values):
-    if values.output is None:
+    if not values.output:
         raise flags.Error("--output is missing")
     return values.output
 
@@ -458,9 +463,11 @@ def _export(values, path):
     suffix = {"keras": ".keras", "litert": ".tflite"}.get(values.format)
     if suffix and output.suffix != suffix:
         raise ValueError(f"--output is {str(output)!r}; Keras wants a name in {suffix}")
-    if values.format == "saved_model" and (output / "saved_model.pb").is_file():
+    if values.format == "saved_model" and output.is_dir():
         if not values.overwrite:
-            raise FileExistsError(f"{output} exists; allow --overwrite")
+            raise FileExistsError(f"{output} exists; choose another or --overwrite it")
+        if not (output / "saved_model.pb").is_file():
+            raise FileExistsError(f"{output} is no SavedModel; it is not overwritten")
     else:
         check_output(output, values.overwrite)
 

@@ -30,8 +30,8 @@ class CompressionResult:
 
     Attributes:
       path: the file written.
-      model: the decoded network, a plain Keras model compiled with the loss and
-        metrics of the original.
+      model: the decoded network, a plain Keras model compiled with the loss of the
+        original and the `metrics` given.
       file: the parsed file.
       file_bytes: its size.
       stages: stage -> metrics on the validation data, for the stages "original",
@@ -86,7 +86,7 @@ def compress(
       path: the file to write.
       recipe: the settings; `Recipe()` by default.
       hashing, stored: see `VariationalModel`.
-      loss: loss as for `compile`; that of `model` by default.
+      loss: loss as for `compile`; by default that of `model`, with its loss weights.
       metrics: metrics as for `compile`.
       validation_data: `(x, y)` or a `tf.data.Dataset`, evaluated after every stage.
       metadata: further entries for the file's metadata; anything JSON can say.
@@ -103,13 +103,22 @@ def compress(
     """
     recipe = recipe or Recipe()
     miracle_file.check_output(path, overwrite)
-    loss = loss or getattr(model, "loss", None)
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"`model` must be a Keras model. Received: {type(model).__name__}"
+        )
+    net = _copy(model)
+    if validation_data is not None and not isinstance(validation_data, tf.data.Dataset):
+        validation_data = _examples("validation_data", validation_data)
+    loss_weights = None
+    if loss is None and model.compiled:
+        loss = model.loss
+        loss_weights = model.get_compile_config().get("loss_weights")
     if loss is None:
         raise ValueError(
             "`loss` is missing: compile the model with a loss first, or pass one."
         )
     batches, steps_per_epoch = _training_batches(data, recipe)
-    net = _copy(model)
     if target is not None:
         size = block_size_for(
             net, target, recipe, hashing=hashing, stored=stored, metadata=metadata
@@ -136,6 +145,7 @@ def compress(
         trained.compile(
             keras.optimizers.Adam(schedule),
             loss,
+            loss_weights=loss_weights,
             metrics=metrics,
             steps_per_execution=_STEPS_PER_EXECUTION,
         )
@@ -161,7 +171,7 @@ def compress(
         if validation_data is None:
             return
         if not network.compiled:
-            network.compile(loss=loss, metrics=metrics)
+            network.compile(loss=loss, loss_weights=loss_weights, metrics=metrics)
         stages[stage] = _evaluate(network, validation_data, recipe.batch_size)
 
     def schedule(learning_rate, steps):
@@ -204,7 +214,7 @@ def compress(
     train(variational, "coding", steps, recipe.finetune_learning_rate, [callback])
 
     decoded = load(path)
-    decoded.compile(loss=loss, metrics=metrics)
+    decoded.compile(loss=loss, loss_weights=loss_weights, metrics=metrics)
     evaluate("decoded", decoded)
     return CompressionResult(
         os.fspath(path),
@@ -302,6 +312,15 @@ def _copy(model):
     return copy
 
 
+def _examples(name, data):
+    if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
+        raise ValueError(
+            f"`{name}` must be a tuple (x, y) of arrays or a batched tf.data.Dataset. "
+            f"Received: {type(data).__name__}"
+        )
+    return tuple(data)
+
+
 def _training_batches(data, recipe):
     """Returns a function, phase -> endless batches, and the steps of an epoch."""
     if isinstance(data, tf.data.Dataset):
@@ -309,11 +328,7 @@ def _training_batches(data, recipe):
         if not cardinality:
             raise ValueError("`data` is an empty tf.data.Dataset.")
         return lambda phase: data.repeat(), cardinality if cardinality > 0 else 1000
-    if not (isinstance(data, tuple) and len(data) in (2, 3)):
-        raise ValueError(
-            "`data` must be a tuple (x, y) of arrays or a batched tf.data.Dataset. "
-            f"Received: {type(data).__name__}"
-        )
+    data = _examples("data", data)
     leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data)]
     count = len(leaves[0])
     if not count or any(len(leaf) != count for leaf in leaves):

@@ -39,8 +39,8 @@ def decode(
       FileFormatError: if the file is damaged or not of this format.
       OSError: if it cannot be read.
     """
-    if isinstance(source, bytes):
-        source = MiracleFile.from_bytes(source, max_weights)
+    if isinstance(source, bytes | bytearray | memoryview):
+        source = MiracleFile.from_bytes(bytes(source), max_weights)
     elif not isinstance(source, MiracleFile):
         source = MiracleFile.read(source, max_weights)
     groups = [group.layout.expand(decode_blocks(group)) for group in source.groups]

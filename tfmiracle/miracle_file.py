@@ -36,6 +36,7 @@ STORED_DTYPES = (
     "bool",
 )
 DEFAULT_MAX_WEIGHTS = 1 << 28
+MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
 _MAX_DESCRIPTION_BYTES = 1 << 24
 _MAX_DIMENSIONS = 32  # of arrays in NumPy 1
@@ -115,6 +116,7 @@ class MiracleFile:
                 "metadata": self.metadata,
             },
             separators=(",", ":"),
+            allow_nan=False,
         ).encode()
         deflate = zlib.compressobj(9, wbits=-15, zdict=_description_dictionary())
         stored = b"".join(_little_endian(value).tobytes() for value in self.stored)
@@ -241,7 +243,9 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
     path = pathlib.Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file.")
-    if path.exists() and not overwrite:
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no regular file; it is not overwritten.")
+    if os.path.lexists(path) and not overwrite:
         raise FileExistsError(
             f"{path} exists. Choose another name, or allow overwriting (`overwrite`)."
         )
@@ -334,6 +338,8 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
             number |= (byte & 0x7F) << shift
             if not byte & 0x80:
                 break
+        if shift and not byte:
+            raise FileFormatError("A number in the layout is longer than it need be.")
         else:
             raise FileFormatError("A number in the layout does not end.")
         if number > limit:
@@ -353,8 +359,8 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
         block_size, bits = take(2**32), take(MAX_BLOCK_BITS)
         codebook = CODEBOOKS[take(len(CODEBOOKS) - 1)]
         scales = np.frombuffer(take_bytes(4 * take(len(layout))), "<f4")
-        if not np.all(np.isfinite(scales) & (scales > 0)):
-            raise FileFormatError("A coding scale is not a positive number.")
+        if not np.all((scales > 0) & (scales <= MAX_SCALE)):
+            raise FileFormatError("A coding scale is out of range.")
         heads.append((seed, block_size, bits, codebook, scales.astype(np.float32)))
 
     total = 0
@@ -443,7 +449,7 @@ def _parse_description(description: bytes, num_variables: int):
     if not (
         isinstance(names, list)
         and len(names) == num_variables
-        and all(isinstance(name, str) for name in names)
+        and all(isinstance(name, str) and name.isprintable() for name in names)
         and len(set(names)) == num_variables
     ):
         raise FileFormatError("The names of the variables do not fit the layout.")

@@ -73,8 +73,17 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         self.net = net
+        if isinstance(stored, str):
+            raise ValueError(
+                f"`stored` must be a list of patterns. Received: stored={stored!r}"
+            )
         if coded is None:
             coded = _coded_paths(net, stored or [])
+        elif len(coded) != len(plain_weights(net)):
+            raise ValueError(
+                "`coded` must have an entry for each weight of `net`, "
+                f"{len(plain_weights(net))}. Received: {len(coded)}"
+            )
         self._options = {
             "parameterization": parameterization,
             "block_size": block_size,
@@ -156,6 +165,10 @@ class VariationalModel(keras.Model):
             variable.assign(value)
         return self.net
 
+    def export(self, *args, **kwargs):
+        """Exports `net` with the weights that inference uses, see `materialize`."""
+        return self.materialize().export(*args, **kwargs)
+
     # `fit`, `summary` and the optimizer ask these four what trains.
 
     @property
@@ -188,6 +201,7 @@ class VariationalModel(keras.Model):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
+        config = dict(config)
         net = keras.saving.deserialize_keras_object(
             config.pop("net"), custom_objects=custom_objects
         )

@@ -85,7 +85,7 @@ def build_network(
 ) -> keras.Model:
     """Builds the Keras model of a file, with initial weights.
 
-    Safe with files from strangers: runs no code from the file.
+    It runs no code from the file, but allocates what the architecture asks for.
 
     Raises:
       ValueError: if it names a class that is not registered, or holds a Lambda layer.
@@ -119,7 +119,8 @@ def load(
     Args:
       path: the file.
       custom_objects: name -> class, for layers that are not registered with Keras.
-      max_weights: refuse files that claim more weights than this.
+      max_weights: refuse files that claim more weights than this. It bounds what the
+        decoder allocates; Keras allocates what the architecture asks for.
 
     Returns:
       The model with the decoded weights, not compiled; nothing of tfmiracle is in it.

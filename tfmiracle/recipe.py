@@ -66,10 +66,11 @@ class Recipe:
             ("train_steps", 0),
             ("finetune_steps", 0),
         ):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**31:
                 raise ValueError(
-                    f"`{name}` must be at least {least}. "
-                    f"Received: {name}={getattr(self, name)}"
+                    f"`{name}` must be an integer of at least {least}, below 2**31. "
+                    f"Received: {name}={value!r}"
                 )
         for name in (
             "warmup_learning_rate",
