@@ -338,10 +338,10 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
             number |= (byte & 0x7F) << shift
             if not byte & 0x80:
                 break
-        if shift and not byte:
-            raise FileFormatError("A number in the layout is longer than it need be.")
         else:
             raise FileFormatError("A number in the layout does not end.")
+        if shift and not byte:
+            raise FileFormatError("A number in the layout is longer than it need be.")
         if number > limit:
             raise FileFormatError(f"A number in the layout is {number}, over {limit}.")
         return number
