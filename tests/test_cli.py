@@ -285,7 +285,7 @@ def test_export_as_saved_model_replaces_nothing_else(made, tmp_path, run, capsys
     output.mkdir()
     (output / "thesis.tex").write_text("years of work")
     assert cli.main([*arguments, "--overwrite"]) == 2
-    assert "folder" in capsys.readouterr().err
+    assert "no SavedModel" in capsys.readouterr().err
     assert os.listdir(output) == ["thesis.tex"]
     (output / "thesis.tex").unlink()
     output.rmdir()

@@ -206,7 +206,7 @@ def test_bad_data_is_refused(tmp_path):
     x, y = examples()
     for pair in ((x, y[:-1]), (x[:-1], y), (x[:0], y[:0])):
         refused("same number of examples", data=pair, tmp_path=tmp_path)
-    for other in (x, [x, y], (x,), {"x": x}):
+    for other in (x, [x], (x,), (x, y, y, y), {"x": x}):
         refused("must be a tuple", data=other, tmp_path=tmp_path)
     for value in (np.nan, np.inf):
         bad = x.copy()

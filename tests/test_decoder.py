@@ -70,7 +70,8 @@ def test_golden_files_have_what_they_are_there_for():
 def test_sources_are_paths_bytes_and_parsed_files():
     path = GOLDEN / "shared.miracle"
     file = MiracleFile.read(path)
-    for source in (path, str(path), path.read_bytes(), file):
+    data = path.read_bytes()
+    for source in (path, str(path), data, bytearray(data), memoryview(data), file):
         decoded = decoder.decode(source)
         assert digest(decoded.weights.values()) == DIGESTS["shared"]
         assert list(decoded.weights) == list(file.names)

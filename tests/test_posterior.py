@@ -417,6 +417,15 @@ def test_the_coding_scale_is_final_after_finalize(eager):
     np.testing.assert_allclose(posterior.block_kl(), 20 * LN2, rtol=2e-6)
 
 
+def test_finalize_keeps_every_scale_to_the_bit():
+    posterior = random_posterior([CodedVariable((2,), 1, i) for i in range(99)], 6)
+    before = posterior.coding_scale
+    assert len(set(before)) == 99
+    for _ in range(2):
+        posterior.finalize_coding_scale()
+        np.testing.assert_array_equal(posterior.coding_scale, before)
+
+
 def test_finalize_changes_no_value(eager):
     posterior = random_posterior()
     before = posterior(training=False)

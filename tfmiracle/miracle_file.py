@@ -439,7 +439,7 @@ def _parse_description(description: bytes, num_variables: int):
     if not inflate.eof or inflate.unused_data:
         raise FileFormatError("The description is damaged or too long.")
     try:
-        content = json.loads(raw.decode())
+        content = json.loads(raw.decode(), parse_constant=_refuse_constant)
     except RecursionError:
         raise FileFormatError("The description is nested too deeply.") from None
     if not isinstance(content, dict):
@@ -456,6 +456,10 @@ def _parse_description(description: bytes, num_variables: int):
     if not (isinstance(architecture, dict) and isinstance(metadata, dict)):
         raise FileFormatError("The description lacks the model or the metadata.")
     return names, architecture, metadata
+
+
+def _refuse_constant(name: str):
+    raise FileFormatError(f"The description holds {name}, which is not JSON.")
 
 
 def _little_endian(value: np.ndarray) -> np.ndarray:
