@@ -394,12 +394,18 @@ def test_choices_and_metadata_are_checked_at_once(tmp_path):
         CompressionCallback(tmp_path / "net.miracle", selection="best")
     with pytest.raises(TypeError, match="JSON"):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.float32(1)})
+    with pytest.raises(ValueError, match="JSON"):
+        CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.nan})
 
 
 def test_what_cannot_be_coded_is_refused_before_training(tmp_path, quick):
     callback = CompressionCallback(tmp_path / "a", verbose=0)
     model = compiled(small_net())
     with pytest.raises(ValueError, match="nothing to code"):
+        fit(model, callback)
+    assert int(model.optimizer.iterations) == 0
+    model = compiled(tfmiracle.VariationalModel(small_net(), "deterministic"))
+    with pytest.raises(ValueError, match="deterministic"):
         fit(model, callback)
     assert int(model.optimizer.iterations) == 0
 

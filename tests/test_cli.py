@@ -66,6 +66,10 @@ def made(tmp_path_factory):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     net.compile("adam", loss)
     net.save(folder / "net.keras")
+    a, b = layers.Input((6,)), layers.Input((6,))
+    pair = keras.Model([a, b], layers.Dense(3)(layers.Add()([a, b])))
+    pair.compile(loss=loss)
+    pair.save(folder / "pair.keras")
     (folder / "broken.keras").write_bytes(b"PK but no archive")
     model = tfmiracle.VariationalModel(
         net, block_size=16, block_bits=8, hashing={"one/kernel": 2}
@@ -362,6 +366,7 @@ BAD = {
     "too many classes": "{compress} --data={made}/classes.npz",
     "unknown model": "{compress} --model=lenet6",
     "uncompiled model": "{compress} --model={made}/uncompiled.keras",
+    "two inputs": "{compress} --model={made}/pair.keras",
     "broken model": "{compress} --model={made}/broken.keras",
     "images too small": "{compress} --data=digits --model=lenet5",
     "hashing without a factor": "{compress} --hashing=one/kernel",

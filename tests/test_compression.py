@@ -238,8 +238,23 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("`target` must be", target="small", tmp_path=tmp_path)
     refused("cannot be met", target=10, tmp_path=tmp_path)
     refused("JSON", metadata={"x": object()}, error=TypeError, tmp_path=tmp_path)
+    refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
+    refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
+    refused("list of patterns", stored="*/bias", tmp_path=tmp_path)
     none = tmp_path / "none" / "net.miracle"
     refused("not exist", path=none, error=FileNotFoundError, tmp_path=tmp_path)
+
+
+def test_loss_weights_of_the_model_are_kept(tmp_path, short):
+    net = small_net()
+    net.compile(loss=LOSS, loss_weights=[3.0])
+    (x, y), path = examples(), tmp_path / "net.miracle"
+    options = {"path": path, "recipe": short, "validation_data": (x, y), "verbose": 0}
+    result = tfmiracle.compress(net, (x, y), **options)
+    plain = float(LOSS(y, net(x)))
+    assert result.stages["original"]["loss"] == pytest.approx(3 * plain, rel=1e-4)
+    given = tfmiracle.compress(net, (x, y), loss=LOSS, overwrite=True, **options)
+    assert given.stages["original"]["loss"] == pytest.approx(plain, rel=1e-4)
 
 
 # The size of the file.

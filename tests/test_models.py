@@ -243,7 +243,7 @@ def mixing_model(seed):
         [
             keras.Input((4,)),
             layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
+            layers.BatchNormalization(momentum=0.5),
             layers.Dense(3),
         ]
     )
@@ -263,8 +263,7 @@ def test_fit_learns():
     assert np.any(model.net.layers[1].moving_mean.numpy())
     assert model.block_posterior.noise_seed.state.numpy()[1] == 32
     error = model.evaluate(x, y, verbose=0)
-    # Against the start: batch normalization's averages still lag behind the last epoch.
-    assert error < 0.5 * history[0]
+    assert error < history[-1]  # the mean is better than a sample
     # The net alone does the same.
     net = model.materialize()
     net.compile(loss="mse")
