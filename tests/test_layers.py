@@ -11,7 +11,7 @@ import tensorflow_probability as tfp
 from keras import layers
 
 import tfmiracle
-from tfmiracle.layers import VariationalLayer
+from tfmiracle.layers import MeanKLLayer
 from tfmiracle.models import posteriors
 
 LN2 = math.log(2)
@@ -124,7 +124,7 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
         "log_scale_rate": 2.0,
         "seed": 2**63,
     }
-    assert sorted(options) == sorted(VariationalLayer.OPTIONS)
+    assert sorted(options) == sorted(MeanKLLayer.OPTIONS)
     layer = class_of(name)(**arguments, **common, **options)
     assert layer.get_config() == {**plain.get_config(), **options}
     # Also from Keras' own configuration, and back from its own.
@@ -425,7 +425,7 @@ class Doubled(tfmiracle.MeanKLDense):
 
 
 @keras.saving.register_keras_serializable("test_layers")
-class MeanKLPReLU(VariationalLayer, layers.PReLU):
+class MeanKLPReLU(MeanKLLayer, layers.PReLU):
     """A layer of the user's, from the mixin."""
 
 

@@ -11,7 +11,7 @@ from support import fix_all, run_python
 
 import tfmiracle
 from tfmiracle.decoder import decode
-from tfmiracle.layers import VariationalLayer
+from tfmiracle.layers import MeanKLLayer
 from tfmiracle.miracle_file import FileFormatError, MiracleFile
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
@@ -278,7 +278,7 @@ def test_custom_layers(tmp_path):
 
 def test_variational_layers_of_others_without_a_plain_layer_are_refused():
     @keras.saving.register_keras_serializable("tests_of_tfmiracle")
-    class MeanKLRegistered(VariationalLayer, Registered):
+    class MeanKLRegistered(MeanKLLayer, Registered):
         pass
 
     net = keras.Sequential([layers.Input((6,)), MeanKLRegistered(3, block_bits=8)])

@@ -398,6 +398,17 @@ def adam_steps(posterior, steps=3, learning_rate=0.3):
         optimizer.apply(gradients, posterior.trainable_variables)
 
 
+def of_q(posterior):
+    kl = np.repeat(posterior.block_kl()[:, None], posterior.layout.block_size, 1)
+    return [*posterior.loc_and_scale(), posterior.layout.to_effective(kl)]
+
+
+def to_layout(posterior, of_blocks):
+    """A value of each block -> of each of its effective weights."""
+    spread = np.repeat(of_blocks[:, None], posterior.layout.block_size, 1)
+    return posterior.layout.to_effective(spread)
+
+
 def test_the_coding_scale_is_final_after_finalize(eager):
     posterior = random_posterior()
     start = posterior.coding_scale
@@ -456,6 +467,7 @@ def test_fixed_blocks_are_what_the_decoder_decodes(codebook, mode, request):
         np.broadcast_to(fixed[:, None], (8, 6)).astype(np.float32)
     )
     free = posterior(training=False)
+    coded_q = [np.where(to_layout(posterior, fixed), q, 0) for q in of_q(posterior)]
 
     def check():
         for training in (True, False):
@@ -465,6 +477,10 @@ def test_fixed_blocks_are_what_the_decoder_decodes(codebook, mode, request):
                 assert where.any()
                 np.testing.assert_array_equal(value[where], code[where])
                 assert not np.any(value[~where] == code[~where])
+        # Q of what is fixed stays as it was coded, however an optimizer goes on.
+        for q, expected in zip(of_q(posterior), coded_q, strict=True):
+            now = np.where(to_layout(posterior, fixed), q, 0)
+            np.testing.assert_array_equal(now, expected)
 
     check()
     adam_steps(posterior)

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "BlockPosterior": "posterior",
+    "CodedPosterior": "coded_posterior",
     "CompressionCallback": "callbacks",
     "CompressionResult": "compression",
     "FileFormatError": "miracle_file",
@@ -29,6 +30,19 @@ _MODULE_OF = {
     "MeanKLEmbedding": "layers",
     "MeanKLSeparableConv1D": "layers",
     "MeanKLSeparableConv2D": "layers",
+    "MeanVarConv1D": "layers",
+    "MeanVarConv1DTranspose": "layers",
+    "MeanVarConv2D": "layers",
+    "MeanVarConv2DTranspose": "layers",
+    "MeanVarConv3D": "layers",
+    "MeanVarConv3DTranspose": "layers",
+    "MeanVarDense": "layers",
+    "MeanVarDepthwiseConv1D": "layers",
+    "MeanVarDepthwiseConv2D": "layers",
+    "MeanVarEinsumDense": "layers",
+    "MeanVarEmbedding": "layers",
+    "MeanVarSeparableConv1D": "layers",
+    "MeanVarSeparableConv2D": "layers",
     "MinimalRandomCoder": "coder",
     "MiracleFile": "miracle_file",
     "PAPER": "recipe",
@@ -38,6 +52,9 @@ _MODULE_OF = {
     "compress": "compression",
     "decode": "decoder",
     "load": "network",
+    "predict_ensemble": "diagnostics",
+    "pruned_networks": "pruning",
+    "variable_summary": "diagnostics",
 }
 
 __all__ = [*_MODULE_OF, "__version__"]

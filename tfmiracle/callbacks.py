@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 
 import keras
 import numpy as np
@@ -11,7 +12,12 @@ from tfmiracle import miracle_file
 from tfmiracle.coder import SELECTIONS, MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import build_network, plain_architecture, to_file
+from tfmiracle.network import (
+    build_network,
+    coded_posterior,
+    plain_architecture,
+    to_file,
+)
 from tfmiracle.posterior import DeterministicPosterior
 
 
@@ -38,16 +44,19 @@ class CompressionCallback(keras.callbacks.Callback):
       selection: "sample" chooses the candidate with probability proportional to its
         importance weight (the paper's rule); "largest_weight" takes the best, which is
         more accurate at the same number of bits.
-      overwrite: whether an existing file may be replaced.
+      overwrite: whether existing files may be replaced.
+      posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
+        coded, which diagnostics and pruning need; by default nowhere.
       metadata: further entries for the file's metadata; anything JSON can say.
       verbose: 0 for silence, 1 for a progress bar over blocks where `fit` itself shows
         none (`verbose=0`).
 
     Attributes:
-      history: one dict a round: "step", "blocks" coded so far, mean and largest
-        "kl_bits" of the round's blocks, mean "log_weight" and "log_evidence" in nats
-        (see `MinimalRandomCoder.encode`), "seconds" since the start, and the running
-        logs of `fit` (loss and metrics).
+      history: one dict a round: "step", "blocks" coded so far, mean "kl_bits" and
+        "max_kl_bits" of the round's blocks, how many of them were "over_budget" by
+        more than 1 %, mean "log_weight" and "log_evidence" in nats (see
+        `MinimalRandomCoder.encode`), "seconds" since the start, and the running logs
+        of `fit` (loss and metrics).
       file: the `MiracleFile` written, or None.
       file_bytes: its size.
     """
@@ -60,6 +69,7 @@ class CompressionCallback(keras.callbacks.Callback):
         train_steps: int = 0,
         selection: str = "sample",
         overwrite: bool = False,
+        posterior_path: str | os.PathLike | None = None,
         metadata: dict | None = None,
         verbose: int = 1,
     ):
@@ -86,12 +96,15 @@ class CompressionCallback(keras.callbacks.Callback):
         self.train_steps = train_steps
         self.selection = selection
         self.overwrite = overwrite
+        self.posterior_path = posterior_path
         self.metadata = dict(metadata or {})
         self.verbose = verbose
         self.history = []
         self.file = None
         self.file_bytes = None
-        miracle_file.check_output(self.filepath, overwrite)
+        self._resumed = None
+        for path in filter(None, (self.filepath, posterior_path)):
+            miracle_file.check_output(path, overwrite)
 
     def steps_needed(self, model: keras.Model) -> int:
         """Number of training steps until all blocks of `model` are coded.
@@ -106,6 +119,27 @@ class CompressionCallback(keras.callbacks.Callback):
             for steps in (self._first_round(fixed.any()), self.finetune_steps)
         )
         return int(first + (rounds - 1) * between) if rounds else 0
+
+    def state(self) -> dict:
+        """Where the coding stands, as JSON can say it, for `resume`.
+
+        Which blocks are coded, and how, is part of the model.
+        """
+        return {
+            "step": self._step,
+            "next_round": self._next_round,
+            "seconds": time.monotonic() - self._start,
+            "history": self.history,
+        }
+
+    def resume(self, state: dict) -> None:
+        """Makes the next `fit` go on where `state()` was taken.
+
+        Its model must have the variables of that moment, its data must go on from
+        there.
+        """
+        self._resumed = state
+        self.history = list(state["history"])
 
     def _first_round(self, started):
         return self.finetune_steps if started else self.train_steps
@@ -148,10 +182,15 @@ class CompressionCallback(keras.callbacks.Callback):
             for block in np.flatnonzero(~posterior.fixed)
         ]
         self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
-        self._steps_before_epoch = self._step = 0
-        started = len(self._todo) < self._num_blocks
-        self._next_round = self._first_round(started)
-        self._start = time.monotonic()
+        state = self._resumed or {
+            "step": 0,
+            "next_round": self._first_round(len(self._todo) < self._num_blocks),
+            "seconds": 0.0,
+        }
+        self._resumed = None
+        self._steps_before_epoch = self._step = state["step"]
+        self._next_round = state["next_round"]
+        self._start = time.monotonic() - state["seconds"]
         self._bar = None
         if self.verbose and not self.params.get("verbose"):
             self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
@@ -184,13 +223,14 @@ class CompressionCallback(keras.callbacks.Callback):
         self._next_round = self._step + self.finetune_steps
         for posterior in self._posteriors:
             posterior.finalize_coding_scale()
-        kl, weight, evidence = [], [], []
+        kl, excess, weight, evidence = [], [], [], []
         for p in dict.fromkeys(p for p, _ in now):
             posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
             loc, log_ratio = posterior.standardized(blocks)
             coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
             posterior.fix(blocks, coded.indices)
             kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
+            excess.append(kl[-1] > 1.01 * posterior.kl_bits)
             weight.append(coded.log_weight)
             evidence.append(coded.log_evidence)
         done = self._num_blocks - len(self._todo)
@@ -202,6 +242,7 @@ class CompressionCallback(keras.callbacks.Callback):
                 "blocks": done,
                 "kl_bits": float(np.mean(kl)),
                 "max_kl_bits": float(np.max(kl)),
+                "over_budget": int(np.sum(np.concatenate(excess))),
                 "log_weight": float(np.mean(np.concatenate(weight))),
                 "log_evidence": float(np.mean(np.concatenate(evidence))),
                 "seconds": time.monotonic() - self._start,
@@ -216,6 +257,18 @@ class CompressionCallback(keras.callbacks.Callback):
     def _finish(self):
         self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
         self._verify(self.file.to_bytes())
+        over = sum(row["over_budget"] for row in self.history)
+        if over:
+            most = max(row["max_kl_bits"] for row in self.history)
+            warnings.warn(
+                f"{over} of {self._num_blocks} blocks were coded while their KL was "
+                f"above the budget, at most {most:.1f} bits; their codes are less "
+                "accurate than they could be. Train or fine-tune longer, or raise "
+                "`beta` or `beta_rate`.",
+                stacklevel=2,
+            )
+        if self.posterior_path is not None:
+            coded_posterior(self.model).write(self.posterior_path, self.overwrite)
         self.file_bytes = self.file.write(self.filepath, self.overwrite)
         self.model.stop_training = True
 
@@ -224,7 +277,7 @@ class CompressionCallback(keras.callbacks.Callback):
         expected = {
             id(v): keras.ops.convert_to_numpy(value)
             for posterior, variables in posteriors(self.model)
-            for v, value in zip(variables, posterior(training=False), strict=True)
+            for v, value in zip(variables, posterior.values(), strict=True)
         }
         decoded = decode(data).weights.values()
         for variable, value in zip(plain_weights(self.model), decoded, strict=True):

@@ -1,9 +1,9 @@
 """Keras layers whose own weights are variational, under a budget of their own.
 
-Each is the Keras layer of that name with a Mean-KL posterior over its weights. Blocks
-are local to the layer, so every layer gets the same bits a weight; to let one budget
-move between layers, wrap the whole network in `tfmiracle.VariationalModel`, in which
-these layers, too, share the blocks of the model.
+Each is the Keras layer of that name with a posterior over its weights, in the Mean-KL
+or the Mean-Var parameterization. Blocks are local to the layer, so every layer gets the
+same bits a weight; to let one budget move between layers, wrap the whole network in
+`tfmiracle.VariationalModel`, in which these layers, too, share the blocks of the model.
 """
 
 import random
@@ -15,61 +15,25 @@ from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
 class VariationalLayer:
-    """Mixin that puts a Mean-KL posterior over the weights of a Keras layer.
+    """Mixin that puts a posterior over the weights of a Keras layer.
 
     In training each call samples the weights; otherwise the mean of Q is used, and
     blocks that are coded always have their decoded values. A layer that is called
     several times in one forward pass draws a sample for each call.
 
-    Args:
-      block_size: number of weights in a block.
-      block_bits: bits of the code of a block.
-      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
-      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
-      log_scale: initial log standard deviation of the coding distribution.
-      quota_rate, log_scale_rate: see `tfmiracle.posterior.MeanKLPosterior`.
-      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
+    Use one of its subclasses `MeanKLLayer` and `MeanVarLayer`, which take the arguments
+    of the method.
     """
 
+    PARAMETERIZATION: str
     # Constructor arguments that the plain layer does not have.
-    OPTIONS = (
-        "block_size",
-        "block_bits",
-        "kl_bits",
-        "codebook",
-        "log_scale",
-        "quota_rate",
-        "log_scale_rate",
-        "seed",
-    )
+    OPTIONS: tuple[str, ...]
 
-    def __init__(
-        self,
-        *args,
-        block_size: int = 20,
-        block_bits: int = 20,
-        kl_bits: float | None = None,
-        codebook: str = "per_block",
-        log_scale: float = -2.0,
-        quota_rate: float = 1.0,
-        log_scale_rate: float = 1.0,
-        seed: int | None = None,
-        **kwargs,
-    ):
+    def __init__(self, *args, options: dict, **kwargs):
         super().__init__(*args, **kwargs)
-        if seed is None:
-            seed = random.randrange(2**32)
-        self._options = {
-            "block_size": block_size,
-            "block_bits": block_bits,
-            "kl_bits": kl_bits,
-            "codebook": codebook,
-            "log_scale": log_scale,
-            "quota_rate": quota_rate,
-            "log_scale_rate": log_scale_rate,
-            "seed": seed,
-        }
+        if options["seed"] is None:
+            options = {**options, "seed": random.randrange(2**32)}
+        self._options = options
         self.block_posterior = None
         self._substituted = []
 
@@ -83,7 +47,10 @@ class VariationalLayer:
             variable.trainable = False
             self._track_variable(variable)
         self.block_posterior = posterior_over(
-            self._substituted, name="posterior", **self._options
+            self._substituted,
+            self.PARAMETERIZATION,
+            name="posterior",
+            **self._options,
         )
 
     def call(self, inputs, training=None):
@@ -134,66 +101,249 @@ class VariationalLayer:
         return {**super().get_config(), **self._options}
 
 
-@keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLDense(VariationalLayer, keras.layers.Dense):
-    """`keras.layers.Dense` under a `VariationalLayer` posterior."""
+class MeanKLLayer(VariationalLayer):
+    """A layer whose KL is the budget by construction (Lin et al. 2023).
+
+    Args:
+      block_size: number of weights in a block.
+      block_bits: bits of the code of a block.
+      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
+      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
+      log_scale: initial log standard deviation of the coding distribution.
+      log_scale_rate: see `tfmiracle.posterior.BlockPosterior`.
+      quota_rate: see `tfmiracle.posterior.MeanKLPosterior`.
+      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
+        By default a random one, which `keras.utils.set_random_seed` determines.
+    """
+
+    PARAMETERIZATION = "mean_kl"
+    OPTIONS = (
+        "block_size",
+        "block_bits",
+        "kl_bits",
+        "codebook",
+        "log_scale",
+        "log_scale_rate",
+        "quota_rate",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        *args,
+        block_size: int = 20,
+        block_bits: int = 20,
+        kl_bits: float | None = None,
+        codebook: str = "per_block",
+        log_scale: float = -2.0,
+        log_scale_rate: float = 1.0,
+        quota_rate: float = 1.0,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        options = {
+            "block_size": block_size,
+            "block_bits": block_bits,
+            "kl_bits": kl_bits,
+            "codebook": codebook,
+            "log_scale": log_scale,
+            "log_scale_rate": log_scale_rate,
+            "quota_rate": quota_rate,
+            "seed": seed,
+        }
+        super().__init__(*args, options=options, **kwargs)
+
+
+class MeanVarLayer(VariationalLayer):
+    """A layer whose KL is annealed to the budget (Havasi et al. 2019).
+
+    The penalty is part of the loss in training, see `MeanVarPosterior`.
+
+    Args:
+      block_size: number of weights in a block.
+      block_bits: bits of the code of a block.
+      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
+      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
+      log_scale: initial log standard deviation of the coding distribution.
+      log_scale_rate: see `tfmiracle.posterior.BlockPosterior`.
+      log_stddev, log_stddev_rate, beta, beta_rate: see
+        `tfmiracle.posterior.MeanVarPosterior`.
+      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
+        By default a random one, which `keras.utils.set_random_seed` determines.
+    """
+
+    PARAMETERIZATION = "mean_var"
+    OPTIONS = (
+        "block_size",
+        "block_bits",
+        "kl_bits",
+        "codebook",
+        "log_scale",
+        "log_scale_rate",
+        "log_stddev",
+        "log_stddev_rate",
+        "beta",
+        "beta_rate",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        *args,
+        block_size: int = 20,
+        block_bits: int = 20,
+        kl_bits: float | None = None,
+        codebook: str = "per_block",
+        log_scale: float = -2.0,
+        log_scale_rate: float = 1.0,
+        log_stddev: float = -10.0,
+        log_stddev_rate: float = 1.0,
+        beta: float = 1e-8,
+        beta_rate: float = 5e-5,
+        seed: int | None = None,
+        **kwargs,
+    ):
+        options = {
+            "block_size": block_size,
+            "block_bits": block_bits,
+            "kl_bits": kl_bits,
+            "codebook": codebook,
+            "log_scale": log_scale,
+            "log_scale_rate": log_scale_rate,
+            "log_stddev": log_stddev,
+            "log_stddev_rate": log_stddev_rate,
+            "beta": beta,
+            "beta_rate": beta_rate,
+            "seed": seed,
+        }
+        super().__init__(*args, options=options, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLEinsumDense(VariationalLayer, keras.layers.EinsumDense):
-    """`keras.layers.EinsumDense` under a `VariationalLayer` posterior."""
+class MeanKLDense(MeanKLLayer, keras.layers.Dense):
+    """`keras.layers.Dense` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLEmbedding(VariationalLayer, keras.layers.Embedding):
-    """`keras.layers.Embedding` under a `VariationalLayer` posterior."""
+class MeanKLEinsumDense(MeanKLLayer, keras.layers.EinsumDense):
+    """`keras.layers.EinsumDense` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv1D(VariationalLayer, keras.layers.Conv1D):
-    """`keras.layers.Conv1D` under a `VariationalLayer` posterior."""
+class MeanKLEmbedding(MeanKLLayer, keras.layers.Embedding):
+    """`keras.layers.Embedding` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv2D(VariationalLayer, keras.layers.Conv2D):
-    """`keras.layers.Conv2D` under a `VariationalLayer` posterior."""
+class MeanKLConv1D(MeanKLLayer, keras.layers.Conv1D):
+    """`keras.layers.Conv1D` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv3D(VariationalLayer, keras.layers.Conv3D):
-    """`keras.layers.Conv3D` under a `VariationalLayer` posterior."""
+class MeanKLConv2D(MeanKLLayer, keras.layers.Conv2D):
+    """`keras.layers.Conv2D` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv1DTranspose(VariationalLayer, keras.layers.Conv1DTranspose):
-    """`keras.layers.Conv1DTranspose` under a `VariationalLayer` posterior."""
+class MeanKLConv3D(MeanKLLayer, keras.layers.Conv3D):
+    """`keras.layers.Conv3D` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv2DTranspose(VariationalLayer, keras.layers.Conv2DTranspose):
-    """`keras.layers.Conv2DTranspose` under a `VariationalLayer` posterior."""
+class MeanKLConv1DTranspose(MeanKLLayer, keras.layers.Conv1DTranspose):
+    """`keras.layers.Conv1DTranspose` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLConv3DTranspose(VariationalLayer, keras.layers.Conv3DTranspose):
-    """`keras.layers.Conv3DTranspose` under a `VariationalLayer` posterior."""
+class MeanKLConv2DTranspose(MeanKLLayer, keras.layers.Conv2DTranspose):
+    """`keras.layers.Conv2DTranspose` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLDepthwiseConv1D(VariationalLayer, keras.layers.DepthwiseConv1D):
-    """`keras.layers.DepthwiseConv1D` under a `VariationalLayer` posterior."""
+class MeanKLConv3DTranspose(MeanKLLayer, keras.layers.Conv3DTranspose):
+    """`keras.layers.Conv3DTranspose` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLDepthwiseConv2D(VariationalLayer, keras.layers.DepthwiseConv2D):
-    """`keras.layers.DepthwiseConv2D` under a `VariationalLayer` posterior."""
+class MeanKLDepthwiseConv1D(MeanKLLayer, keras.layers.DepthwiseConv1D):
+    """`keras.layers.DepthwiseConv1D` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLSeparableConv1D(VariationalLayer, keras.layers.SeparableConv1D):
-    """`keras.layers.SeparableConv1D` under a `VariationalLayer` posterior."""
+class MeanKLDepthwiseConv2D(MeanKLLayer, keras.layers.DepthwiseConv2D):
+    """`keras.layers.DepthwiseConv2D` under a Mean-KL posterior."""
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLSeparableConv2D(VariationalLayer, keras.layers.SeparableConv2D):
-    """`keras.layers.SeparableConv2D` under a `VariationalLayer` posterior."""
+class MeanKLSeparableConv1D(MeanKLLayer, keras.layers.SeparableConv1D):
+    """`keras.layers.SeparableConv1D` under a Mean-KL posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanKLSeparableConv2D(MeanKLLayer, keras.layers.SeparableConv2D):
+    """`keras.layers.SeparableConv2D` under a Mean-KL posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarDense(MeanVarLayer, keras.layers.Dense):
+    """`keras.layers.Dense` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarEinsumDense(MeanVarLayer, keras.layers.EinsumDense):
+    """`keras.layers.EinsumDense` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarEmbedding(MeanVarLayer, keras.layers.Embedding):
+    """`keras.layers.Embedding` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv1D(MeanVarLayer, keras.layers.Conv1D):
+    """`keras.layers.Conv1D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv2D(MeanVarLayer, keras.layers.Conv2D):
+    """`keras.layers.Conv2D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv3D(MeanVarLayer, keras.layers.Conv3D):
+    """`keras.layers.Conv3D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv1DTranspose(MeanVarLayer, keras.layers.Conv1DTranspose):
+    """`keras.layers.Conv1DTranspose` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv2DTranspose(MeanVarLayer, keras.layers.Conv2DTranspose):
+    """`keras.layers.Conv2DTranspose` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarConv3DTranspose(MeanVarLayer, keras.layers.Conv3DTranspose):
+    """`keras.layers.Conv3DTranspose` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarDepthwiseConv1D(MeanVarLayer, keras.layers.DepthwiseConv1D):
+    """`keras.layers.DepthwiseConv1D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarDepthwiseConv2D(MeanVarLayer, keras.layers.DepthwiseConv2D):
+    """`keras.layers.DepthwiseConv2D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarSeparableConv1D(MeanVarLayer, keras.layers.SeparableConv1D):
+    """`keras.layers.SeparableConv1D` under a Mean-Var posterior."""
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarSeparableConv2D(MeanVarLayer, keras.layers.SeparableConv2D):
+    """`keras.layers.SeparableConv2D` under a Mean-Var posterior."""

@@ -21,8 +21,9 @@ class VariationalModel(keras.Model):
 
     Args:
       net: a built Keras model. Its present weights are where the posterior starts.
-      parameterization: "mean_kl" (Lin et al. 2023), or "deterministic" for the same
-        network without noise and budget, to prepare a warm start.
+      parameterization: "mean_kl" (Lin et al. 2023), "mean_var" (Havasi et al. 2019),
+        or "deterministic" for the same network without noise and budget, to prepare a
+        warm start.
       block_size: number of weights in a block.
       block_bits: bits of the code of a block.
       kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
@@ -35,7 +36,10 @@ class VariationalModel(keras.Model):
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale: initial log standard deviation of the coding distribution, for a cold
         start.
-      quota_rate, log_scale_rate: see `tfmiracle.posterior.MeanKLPosterior`.
+      log_scale_rate: see `BlockPosterior`.
+      quota_rate: for "mean_kl", see `MeanKLPosterior`.
+      log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
+        `MeanVarPosterior`.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
       coded: for each weight of `net`, its path if it is coded, else None; by default
         chosen as described above. A saved model needs it, since Keras gives the weights
@@ -59,8 +63,12 @@ class VariationalModel(keras.Model):
         stored: list[str] | None = None,
         warm_start: bool = False,
         log_scale: float = -2.0,
-        quota_rate: float = 1.0,
         log_scale_rate: float = 1.0,
+        quota_rate: float = 1.0,
+        log_stddev: float = -10.0,
+        log_stddev_rate: float = 1.0,
+        beta: float = 1e-8,
+        beta_rate: float = 5e-5,
         seed: int = 0,
         coded: list[str | None] | None = None,
         **kwargs,
@@ -93,8 +101,12 @@ class VariationalModel(keras.Model):
             "hashing": dict(hashing or {}),
             "stored": list(stored or []),
             "log_scale": log_scale,
-            "quota_rate": quota_rate,
             "log_scale_rate": log_scale_rate,
+            "quota_rate": quota_rate,
+            "log_stddev": log_stddev,
+            "log_stddev_rate": log_stddev_rate,
+            "beta": beta,
+            "beta_rate": beta_rate,
             "seed": seed,
             "coded": list(coded),
         }
@@ -108,9 +120,6 @@ class VariationalModel(keras.Model):
         options = {
             k: v for k, v in self._options.items() if k not in ("stored", "coded")
         }
-        if parameterization == "deterministic":
-            for name in ("kl_bits", "quota_rate", "log_scale_rate"):
-                del options[name]
         self.block_posterior = posterior_over(
             variables,
             warm_start=warm_start,
@@ -154,13 +163,12 @@ class VariationalModel(keras.Model):
         """Writes weights of the posterior into `net`.
 
         Args:
-          sample: whether to draw the weights from Q; by default they are its mean.
-            Coded blocks have their decoded values in any case.
+          sample: see `BlockPosterior.values`.
 
         Returns:
           `net`.
         """
-        values = self.block_posterior(training=sample)
+        values = self.block_posterior.values(sample)
         for variable, value in zip(self.coded_variables, values, strict=True):
             variable.assign(value)
         return self.net

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 import tfmiracle
+from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.miracle_file import CodedGroup, FileFormatError, MiracleFile
@@ -64,6 +65,15 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         stored,
         plain_architecture(model),
         description,
+    )
+
+
+def coded_posterior(model: keras.Model) -> CodedPosterior:
+    """Q of every effective weight of a model, beside its file; see `to_file`."""
+    loc_and_scale = [p.loc_and_scale() for p, _ in _coded_parts(model)]
+    return CodedPosterior(
+        [loc.numpy() for loc, _ in loc_and_scale],
+        [scale.numpy() for _, scale in loc_and_scale],
     )
 
 
@@ -146,6 +156,21 @@ def to_network(
     return model
 
 
+def accuracy_of(
+    model: keras.Model, decoded: DecodedNetwork, x: np.ndarray, y: np.ndarray
+) -> float:
+    """Accuracy of a classifier with the weights of a decoded (or pruned) network.
+
+    Args:
+      model: the network, from `to_network`; it keeps the weights.
+      decoded: the weights.
+      x, y: inputs and class numbers.
+    """
+    model.set_weights(list(decoded.weights.values()))
+    scores = model.predict(x, batch_size=500, verbose=0)
+    return float(np.mean(np.argmax(scores, -1) == y))
+
+
 def _coded_parts(model):
     parts = posteriors(model)
     if not parts:
@@ -174,11 +199,7 @@ def _strip(config):
                 f"No plain Keras layer is known for {cls.__name__}. Derive variational "
                 "layers from VariationalLayer and a layer of keras.layers."
             )
-        inner = {
-            k: v
-            for k, v in config["config"].items()
-            if k not in VariationalLayer.OPTIONS
-        }
+        inner = {k: v for k, v in config["config"].items() if k not in cls.OPTIONS}
         plain = {"module": "keras.layers", "class_name": base.__name__}
         config = {**config, **plain, "config": inner, "registered_name": None}
     return {k: _strip(v) for k, v in config.items()}

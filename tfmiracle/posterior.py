@@ -15,6 +15,11 @@ from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
 # exp() of a log scale stays a normal float32, with room for the products it enters.
 _MAX_LOG_SCALE = 60.0
 _MAX_LOGIT = 1e30
+# Mean and log sigma of Q relative to P, so far out that only their KL, a number of
+# 1e24, still matters. It stays finite, also times the largest beta.
+_MAX_RATIO = 1e12
+_MAX_LOG_RATIO = 27.0
+_BETA_RANGE = 1e-30, 1e4
 
 
 class BlockPosterior(keras.layers.Layer):
@@ -35,23 +40,39 @@ class BlockPosterior(keras.layers.Layer):
         candidates.
       codebook: "per_block" (the paper's) or "shared" (one codebook for all blocks,
         shuffled and flipped for each, which codes many blocks at once faster).
-      log_scale_rate: how much faster the log coding scales learn than the means, see
-        `MeanKLPosterior`.
+      kl_bits: the budget, KL(Q || P) of each block in bits; `block_bits` by default,
+        as in the paper.
+      log_scale_rate: how much faster the log coding scales learn than the means. The
+        variable holds log rho / log_scale_rate, so that an optimizer that normalizes
+        its steps (Adam) moves log rho by log_scale_rate times its learning rate. 1 is
+        the paper's.
     """
+
+    # Constructor arguments that the base class does not have.
+    OPTIONS: tuple[str, ...] = ()
 
     def __init__(
         self,
         layout: WeightLayout,
         block_bits: int = 20,
         codebook: str = "per_block",
+        kl_bits: float | None = None,
         log_scale_rate: float = 1.0,
         **kwargs,
     ):
         super().__init__(dtype="float32", autocast=False, **kwargs)
         codebooks.check_code(block_bits, codebook)
+        kl_bits = block_bits if kl_bits is None else kl_bits
+        if not (0 <= kl_bits < math.inf):
+            raise ValueError(
+                "`kl_bits` must be a finite number of at least 0, the KL of a block in "
+                f"bits. Received: kl_bits={kl_bits}"
+            )
+        _check_positive(log_scale_rate=log_scale_rate)
         self.layout = layout
         self.block_bits = block_bits
         self.codebook = codebook
+        self.kl_bits = float(kl_bits)
         self.log_scale_rate = float(log_scale_rate)
         self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
         self._raw_log_scale = self._add("log_coding_scale", (layout.num_scales,))
@@ -60,6 +81,12 @@ class BlockPosterior(keras.layers.Layer):
         # move any more when the first block is coded.
         self._final_scale = self._add("final_scale", (layout.num_scales,), fixed=True)
         self._candidates = self._add("candidates", self.block_shape, fixed=True)
+        # Q of the blocks that are fixed, as it was coded. An optimizer with momentum
+        # moves their parameters on.
+        self._coded_loc = self._add("coded_loc", self.block_shape, fixed=True)
+        self._coded_log_ratio = self._add(
+            "coded_log_ratio", self.block_shape, fixed=True
+        )
         self.indices = self.add_weight(
             name="indices",
             shape=(layout.num_blocks,),
@@ -78,11 +105,11 @@ class BlockPosterior(keras.layers.Layer):
     def block_shape(self) -> tuple[int, int]:
         return self.layout.num_blocks, self.layout.block_size
 
-    def _add(self, name, shape, fixed=False):
+    def _add(self, name, shape, fixed=False, value=0.0):
         return self.add_weight(
             name=name,
             shape=shape,
-            initializer="zeros",
+            initializer=keras.initializers.Constant(value),
             trainable=not fixed,
             autocast=False,
         )
@@ -144,8 +171,17 @@ class BlockPosterior(keras.layers.Layer):
     # Values of the network's variables.
 
     def call(self, training: bool | None = None) -> list[tf.Tensor]:
+        return self.values(sample=bool(training))
+
+    def values(self, sample: bool = False) -> list[tf.Tensor]:
+        """The values of the network's variables.
+
+        Args:
+          sample: whether to draw them from Q; by default they are its mean. Fixed
+            blocks have their decoded values in any case.
+        """
         noise = None
-        if training:
+        if sample:
             noise = keras.random.normal(
                 self.block_shape, dtype="float32", seed=self.noise_seed
             )
@@ -172,6 +208,8 @@ class BlockPosterior(keras.layers.Layer):
     def standardized(self, blocks=slice(None)) -> tuple[tf.Tensor, tf.Tensor]:
         """Q relative to P: `(mu / rho, log(sigma / rho))` of the given blocks.
 
+        Blocks that are fixed have the Q they were coded from.
+
         Args:
           blocks: slice or integer array; all blocks by default.
 
@@ -180,18 +218,22 @@ class BlockPosterior(keras.layers.Layer):
         """
 
         def rows(x):  # slices have dense gradients
+            x = tf.convert_to_tensor(x)
             return x[blocks] if isinstance(blocks, slice) else tf.gather(x, blocks)
 
-        return self._standardize(
-            [rows(tf.convert_to_tensor(p)) for p in self._parameters()],
+        current = self._standardize(
+            [rows(p) for p in self._parameters()],
             _of_slot(self._log_scale(), rows(self._tables.scale_index)),
             rows(self._tables.mask),
         )
+        coded = rows(self._coded_loc), rows(self._coded_log_ratio)
+        fixed = rows(self.indices)[:, None] >= 0
+        return tuple(tf.where(fixed, c, x) for c, x in zip(coded, current))
 
     def block_kl(self, blocks=slice(None)) -> tf.Tensor:
         """KL(Q || P) of each block in nats, float32[len(blocks)].
 
-        Of Q as it was coded, also where a block is fixed by now.
+        Where a block is fixed, that of the Q it was coded from.
         """
         return tf.reduce_sum(kl_from_standardized(*self.standardized(blocks)), -1)
 
@@ -305,6 +347,9 @@ class BlockPosterior(keras.layers.Layer):
         )
         rows = np.asarray(blocks, np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
+        loc, log_ratio = self.standardized(blocks)
+        self._coded_loc.value.scatter_nd_update(rows, loc)
+        self._coded_log_ratio.value.scatter_nd_update(rows, log_ratio)
         self._candidates.value.scatter_nd_update(rows, candidates)
         self.indices.value.scatter_nd_update(rows, indices.astype(np.int32))
 
@@ -319,37 +364,15 @@ class MeanKLPosterior(BlockPosterior):
     equals the budget, whatever the parameters.
 
     Args:
-      layout, block_bits, codebook: see `BlockPosterior`.
-      kl_bits: KL of each block in bits; `block_bits` by default, as in the paper.
-      quota_rate: how much faster quota logits learn than tau. The variable holds
-        logits / quota_rate, so that an optimizer that normalizes its steps (Adam)
-        moves the logits by quota_rate times its learning rate. 1 is the paper's.
-      log_scale_rate: the same for log rho.
+      layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
+      quota_rate: how much faster quota logits learn than tau, see `log_scale_rate`.
     """
 
-    def __init__(
-        self,
-        layout: WeightLayout,
-        block_bits: int = 20,
-        codebook: str = "per_block",
-        kl_bits: float | None = None,
-        quota_rate: float = 1.0,
-        log_scale_rate: float = 1.0,
-        **kwargs,
-    ):
-        super().__init__(layout, block_bits, codebook, log_scale_rate, **kwargs)
-        kl_bits = block_bits if kl_bits is None else kl_bits
-        if not (0 <= kl_bits < math.inf):
-            raise ValueError(
-                "`kl_bits` must be a finite number of at least 0, the KL of a block in "
-                f"bits. Received: kl_bits={kl_bits}"
-            )
-        if not (0 < quota_rate < math.inf and 0 < log_scale_rate < math.inf):
-            raise ValueError(
-                "`quota_rate` and `log_scale_rate` must be positive. Received: "
-                f"quota_rate={quota_rate}, log_scale_rate={log_scale_rate}"
-            )
-        self.kl_bits = float(kl_bits)
+    OPTIONS = ("quota_rate",)
+
+    def __init__(self, layout: WeightLayout, *args, quota_rate: float = 1.0, **kwargs):
+        super().__init__(layout, *args, **kwargs)
+        _check_positive(quota_rate=quota_rate)
         self.quota_rate = float(quota_rate)
 
     def _create_parameters(self):
@@ -383,6 +406,104 @@ class MeanKLPosterior(BlockPosterior):
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
+class MeanVarPosterior(BlockPosterior):
+    """Gaussian posterior parameterized by mean and log sigma (Havasi et al. 2019).
+
+    Nothing keeps it to the budget by itself. In training each call adds the penalty
+    sum_b beta_b KL_b (nats, over the blocks that are not fixed yet) to the loss and
+    then anneals: beta_b grows by the factor 1 + beta_rate where KL_b exceeds the
+    budget, and shrinks by it elsewhere (Lin et al. 2023, section 4). A block that is
+    over its budget when its turn comes is coded with the bits it has all the same; its
+    code is the less accurate for it, and `CompressionCallback` reports it.
+
+    Args:
+      layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
+      log_stddev: initial log sigma.
+      log_stddev_rate: how much faster log sigma learns than the mean, see
+        `log_scale_rate`.
+      beta: initial weight of the penalty.
+      beta_rate: relative change of beta in a step.
+    """
+
+    OPTIONS = ("log_stddev", "log_stddev_rate", "beta", "beta_rate")
+
+    def __init__(
+        self,
+        layout: WeightLayout,
+        *args,
+        log_stddev: float = -10.0,
+        log_stddev_rate: float = 1.0,
+        beta: float = 1e-8,
+        beta_rate: float = 5e-5,
+        **kwargs,
+    ):
+        super().__init__(layout, *args, **kwargs)
+        _check_positive(log_stddev_rate=log_stddev_rate, beta=beta, beta_rate=beta_rate)
+        if not math.isfinite(log_stddev):
+            raise ValueError(
+                "`log_stddev` must be a finite number. "
+                f"Received: log_stddev={log_stddev}"
+            )
+        self.initial_log_stddev = float(log_stddev)
+        self.log_stddev_rate = float(log_stddev_rate)
+        self.initial_beta = float(beta)
+        self.beta_rate = float(beta_rate)
+        self.beta = self._add("beta", (layout.num_blocks,), True, beta)
+        self._compiled_penalty = tf.function(self._penalty, jit_compile=True)
+
+    def _create_parameters(self):
+        self.loc = self._add("loc", self.block_shape)
+        self._log_stddev = self._add("log_stddev", self.block_shape)
+
+    def _parameters(self):
+        return [self.loc, self._log_stddev]
+
+    def _standardize(self, parameters, log_scale, mask):
+        loc, log_stddev = parameters
+        log_ratio = self.log_stddev_rate * log_stddev - log_scale
+        log_ratio = tf.clip_by_value(log_ratio, -_MAX_LOG_SCALE, _MAX_LOG_RATIO)
+        loc = tf.clip_by_value(loc, -_MAX_RATIO, _MAX_RATIO) * tf.exp(-log_scale)
+        loc = tf.clip_by_value(loc, -_MAX_RATIO, _MAX_RATIO)
+        zero = tf.zeros_like(loc)
+        return tf.where(mask, loc, zero), tf.where(mask, log_ratio, zero)
+
+    def _initialize(self, loc, scale, warm):
+        self.loc.assign(loc)
+        self._log_stddev.assign(
+            np.full(loc.shape, self.initial_log_stddev / self.log_stddev_rate)
+        )
+        self.beta.assign(np.full(self.layout.num_blocks, self.initial_beta))
+
+    def call(self, training: bool | None = None) -> list[tf.Tensor]:
+        # Once a step, also where a layer is called several times in it: Keras forgets
+        # the losses when the outermost layer is called.
+        if training and not self._losses:
+            penalty, beta = self._compiled_penalty(
+                [tf.convert_to_tensor(p) for p in self._parameters()],
+                self._log_scale(),
+                tf.convert_to_tensor(self.indices) >= 0,
+                tf.convert_to_tensor(self.beta),
+            )
+            self.add_loss(penalty)
+            self.beta.assign(beta)
+        return super().call(training)
+
+    def _penalty(self, parameters, log_scale, fixed, beta):
+        tables = self._tables
+        q = self._standardize(
+            parameters, _of_slot(log_scale, tables.scale_index), tables.mask
+        )
+        kl = tf.reduce_sum(kl_from_standardized(*q), -1)
+        over = kl > self.kl_bits * math.log(2)
+        factor = 1.0 + self.beta_rate
+        annealed = tf.clip_by_value(
+            tf.where(over, beta * factor, beta / factor), *_BETA_RANGE
+        )
+        penalty = tf.reduce_sum(tf.where(fixed, 0.0, tf.stop_gradient(beta) * kl))
+        return penalty, tf.where(fixed, beta, annealed)
+
+
+@keras.saving.register_keras_serializable("tfmiracle")
 class DeterministicPosterior(BlockPosterior):
     """All probability on one point: a hashed network that trains as usual.
 
@@ -409,6 +530,7 @@ class DeterministicPosterior(BlockPosterior):
 
 PARAMETERIZATIONS = {
     "mean_kl": MeanKLPosterior,
+    "mean_var": MeanVarPosterior,
     "deterministic": DeterministicPosterior,
 }
 
@@ -437,7 +559,8 @@ def posterior_over(
         several fit, the last one counts.
       warm_start, log_scale: see `BlockPosterior.initialize`.
       paths: paths of the variables, which tell their layers; by default Keras'.
-      **options: passed to the posterior's constructor.
+      **options: passed to the posterior's constructor, without those that only other
+        parameterizations have.
 
     Raises:
       ValueError: if an argument is out of range, a pattern of `hashing` fits no
@@ -469,7 +592,10 @@ def posterior_over(
         block_size,
         seed,
     )
-    posterior = PARAMETERIZATIONS[parameterization](layout, **options)
+    cls = PARAMETERIZATIONS[parameterization]
+    others = {name for c in PARAMETERIZATIONS.values() for name in c.OPTIONS}
+    others.difference_update(cls.OPTIONS)
+    posterior = cls(layout, **{k: v for k, v in options.items() if k not in others})
     posterior.initialize(
         [keras.ops.convert_to_numpy(v) for v in variables], warm_start, log_scale
     )
@@ -484,6 +610,14 @@ def match_path(path: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(
         path, f"*/{pattern}"
     )
+
+
+def _check_positive(**numbers):
+    for name, value in numbers.items():
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"`{name}` must be a positive number. Received: {name}={value}"
+            )
 
 
 # The gradients that tf.gather and tf.split have inside a function make XLA compile a

@@ -1,0 +1,78 @@
+"""The posterior beside a file: Q of every weight as it was coded."""
+
+import dataclasses
+import io
+import os
+import zipfile
+
+import numpy as np
+
+from tfmiracle.miracle_file import MiracleFile, write_atomically
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedPosterior:
+    """Mean and standard deviation of Q, for diagnostics and pruning.
+
+    A `.miracle` file does not need it, and it is hundreds of times larger.
+
+    Attributes:
+      loc: for each group of the file float32[num_effective], the mean of every
+        effective weight in the order of the network (`WeightLayout.to_effective`).
+      scale: likewise, the standard deviation.
+    """
+
+    loc: list[np.ndarray]
+    scale: list[np.ndarray]
+
+    def write(self, path: str | os.PathLike, overwrite: bool = False) -> None:
+        """Writes an `.npz` file, atomically.
+
+        Raises:
+          FileExistsError: if `path` exists and `overwrite` is false.
+        """
+        buffer = io.BytesIO()
+        arrays = {f"loc_{g}": loc for g, loc in enumerate(self.loc)}
+        arrays.update((f"scale_{g}", scale) for g, scale in enumerate(self.scale))
+        np.savez(buffer, **arrays)
+        write_atomically(path, buffer.getvalue(), overwrite)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> "CodedPosterior":
+        """Reads what `write` wrote.
+
+        Raises:
+          ValueError: if the file is damaged or something else.
+          OSError: if it cannot be read.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                groups = range(len(archive.files) // 2)
+                loc = [archive[f"loc_{g}"] for g in groups]
+                scale = [archive[f"scale_{g}"] for g in groups]
+        except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{path} is no posterior of tfmiracle: {error}") from error
+        for name, arrays in (("loc", loc), ("scale", scale)):
+            for g, array in enumerate(arrays):
+                right = array.dtype == np.float32 and array.ndim == 1
+                if not right or not np.all(np.isfinite(array)):
+                    raise ValueError(
+                        f"{path} is no posterior of tfmiracle: {name}_{g} must be a "
+                        "vector of finite float32 numbers."
+                    )
+        if not loc or any(np.any(s <= 0) for s in scale):
+            raise ValueError(
+                f"{path} is no posterior of tfmiracle: it needs scales above 0."
+            )
+        return cls(loc, scale)
+
+    def check_fits(self, file: MiracleFile) -> None:
+        """Raises a ValueError if this cannot be the posterior of `file`."""
+        expected = [group.layout.num_effective for group in file.groups]
+        for name, arrays in (("loc", self.loc), ("scale", self.scale)):
+            sizes = [len(array) for array in arrays]
+            if sizes != expected:
+                raise ValueError(
+                    f"The posterior is not that of the file: `{name}` has {sizes} "
+                    f"weights in its groups, the file {expected}."
+                )
