@@ -1,8 +1,11 @@
 """The whole way in one call: train under the budget, code, write the file."""
 
 import dataclasses
+import json
 import os
+import pathlib
 import re
+import zlib
 from collections.abc import Sequence
 
 import keras
@@ -11,17 +14,21 @@ import tensorflow as tf
 
 from tfmiracle import miracle_file
 from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights
-from tfmiracle.network import build_network, load, plain_architecture, to_file
+from tfmiracle.network import (
+    build_network,
+    load,
+    plain_architecture,
+    to_file,
+    to_network,
+)
 from tfmiracle.recipe import Recipe
+from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
 
-# Optimizer steps between two returns to Python.
-_STEPS_PER_EXECUTION = 10
 # What settings and lengths may take more in the file than in the probe for its size.
 _SLACK = 64
-# Each phase of a run shuffles the data in its own order.
-_PHASES = ("warmup", "variational", "coding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,8 @@ class CompressionResult:
         "warmup" (deterministic, hashed), "posterior_mean", "posterior_sample" and
         "decoded". Empty without validation data.
       history: one dict per round of coding, see `CompressionCallback`.
+      curve: loss, metrics and KL over the steps, see `Run`.
+      seconds: time taken.
     """
 
     path: str
@@ -46,6 +55,8 @@ class CompressionResult:
     file_bytes: int
     stages: dict[str, dict[str, float]]
     history: list[dict[str, float]]
+    curve: list[dict]
+    seconds: float
 
     @property
     def ratio(self) -> float:
@@ -70,7 +81,10 @@ def compress(
     loss=None,
     metrics: Sequence | None = None,
     validation_data=None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     metadata: dict | None = None,
+    workdir: str | os.PathLike | None = None,
+    keep_posterior: bool = False,
     overwrite: bool = False,
     verbose: int = 1,
 ) -> CompressionResult:
@@ -89,8 +103,16 @@ def compress(
       loss: loss as for `compile`; by default that of `model`, with its loss weights.
       metrics: metrics as for `compile`.
       validation_data: `(x, y)` or a `tf.data.Dataset`, evaluated after every stage.
+      callbacks: further callbacks for every `fit`.
       metadata: further entries for the file's metadata; anything JSON can say.
-      overwrite: whether an existing file may be replaced.
+      workdir: folder in which the run keeps its state. Killed at any moment and called
+        again with the same arguments, `compress` goes on where it was and writes the
+        same file; called after it has finished, it trains nothing. A `tf.data.Dataset`
+        must give the same batches in the same order each time for that. By default
+        nothing is kept.
+      keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
+        the file; see `CodedPosterior`.
+      overwrite: whether existing files may be replaced.
       verbose: 0 for silence, 1 for progress bars.
 
     Returns:
@@ -102,7 +124,16 @@ def compress(
       FileExistsError: if `path` exists and `overwrite` is false.
     """
     recipe = recipe or Recipe()
-    miracle_file.check_output(path, overwrite)
+    outputs = [pathlib.Path(path)]
+    if keep_posterior:
+        outputs.append(outputs[0].with_suffix(".posterior.npz"))
+    made = outputs
+    if workdir is not None:
+        names = ("coded.miracle", "coded.posterior.npz")
+        made = [pathlib.Path(workdir) / name for name in names[: len(outputs)]]
+    for output, source in zip(outputs, made, strict=True):
+        if not _is_copied(source, output):
+            miracle_file.check_output(output, overwrite)
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
@@ -118,111 +149,96 @@ def compress(
         raise ValueError(
             "`loss` is missing: compile the model with a loss first, or pass one."
         )
-    batches, steps_per_epoch = _training_batches(data, recipe)
+    batches = _training_batches(data, recipe)
     if target is not None:
         size = block_size_for(
             net, target, recipe, hashing=hashing, stored=stored, metadata=metadata
         )
         recipe = dataclasses.replace(recipe, block_size=size)
-    callback = CompressionCallback(
-        path,
-        recipe.blocks_per_round,
-        recipe.finetune_steps,
-        selection=recipe.selection,
-        overwrite=overwrite,
-        metadata={"recipe": recipe.changes(), **(metadata or {})},
-        verbose=verbose,
-    )
-    options = {
+    settings = {
+        "recipe": dataclasses.asdict(recipe),
+        "hashing": hashing,
+        "stored": stored and list(stored),
+        "metadata": metadata,
+        "keep_posterior": keep_posterior,
+        "loss": _description(loss),
+        "metrics": _description(metrics),
+        "model": plain_architecture(model),
+        "weights": _checksum(net.get_weights()),
+        "data": _checksum(data),
+        "validation_data": _checksum(validation_data),
+    }
+    layout = {
         "block_size": recipe.block_size,
         "hashing": hashing,
         "stored": stored,
         "seed": recipe.seed,
     }
-    stages = {}
 
-    def train(trained, phase, steps, schedule, callbacks=()):
-        trained.compile(
-            keras.optimizers.Adam(schedule),
+    def compiled(network, learning_rate=1e-3):
+        network.compile(
+            keras.optimizers.Adam(learning_rate),
             loss,
             loss_weights=loss_weights,
             metrics=metrics,
-            steps_per_execution=_STEPS_PER_EXECUTION,
+            steps_per_execution=STEPS_PER_EXECUTION,
         )
-        if not steps:
-            return
-        # A progress bar for about every pass over the data, but ten at most.
-        epochs = 1 if callbacks else min(10, max(1, steps // steps_per_epoch))
-        history = trained.fit(
-            batches(phase),
-            epochs=epochs,
-            steps_per_epoch=-(-steps // epochs),
-            shuffle=False,
-            verbose=0 if callbacks else verbose,
-            callbacks=list(callbacks),
-        )
-        if not np.isfinite(history.history["loss"][-1]):
-            raise ValueError(
-                f"The loss is {history.history['loss'][-1]} after {phase} training. "
-                "Lower the learning rate, or look for extreme values in the data."
-            )
-
-    def evaluate(stage, network):
-        if validation_data is None:
-            return
-        if not network.compiled:
-            network.compile(loss=loss, loss_weights=loss_weights, metrics=metrics)
-        stages[stage] = _evaluate(network, validation_data, recipe.batch_size)
+        return network
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
             return learning_rate
         return keras.optimizers.schedules.CosineDecay(learning_rate, steps)
 
-    def say(text):
-        if verbose:
-            print(text, flush=True)
+    def evaluate(stage, network):
+        if validation_data is not None:
+            run.evaluate(stage, lambda: _evaluate(network, validation_data, recipe))
 
-    evaluate("original", net)
-    if recipe.warmup_steps:
-        say(f"Deterministic training, {recipe.warmup_steps} steps")
-        steps = recipe.warmup_steps
-        warmup = VariationalModel(net, "deterministic", **options)
-        train(warmup, "warmup", steps, schedule(recipe.warmup_learning_rate, steps))
-        evaluate("warmup", warmup)
-        warmup.materialize()
-
-    variational = VariationalModel(
-        net,
-        block_bits=recipe.block_bits,
-        kl_bits=recipe.kl_bits,
-        codebook=recipe.codebook,
-        warm_start=recipe.warm_start,
-        log_scale=recipe.log_scale,
-        quota_rate=recipe.quota_rate,
-        log_scale_rate=recipe.log_scale_rate,
-        **options,
-    )
-    steps = recipe.train_steps
-    say(f"Variational training, {steps} steps")
-    train(variational, "variational", steps, schedule(recipe.learning_rate, steps))
-    evaluate("posterior_mean", variational)
-    evaluate("posterior_sample", variational.materialize(sample=True))
-
-    steps = max(1, callback.steps_needed(variational))
-    say(f"Coding and fine-tuning, {steps} steps")
-    train(variational, "coding", steps, recipe.finetune_learning_rate, [callback])
-
-    decoded = load(path)
-    decoded.compile(loss=loss, loss_weights=loss_weights, metrics=metrics)
-    evaluate("decoded", decoded)
+    with Run(workdir, settings, verbose) as run:
+        if run.result is None:
+            # The callback is made before anything trains: it checks its arguments.
+            callback = CompressionCallback(
+                made[0],
+                recipe.blocks_per_round,
+                recipe.finetune_steps,
+                selection=recipe.selection,
+                overwrite=overwrite or workdir is not None,
+                posterior_path=made[1] if keep_posterior else None,
+                metadata={"recipe": recipe.changes(), **(metadata or {})},
+                verbose=verbose,
+            )
+            evaluate("original", compiled(net))
+            if recipe.warmup_steps:
+                steps = recipe.warmup_steps
+                warmup = VariationalModel(net, "deterministic", **layout)
+                compiled(warmup, schedule(recipe.warmup_learning_rate, steps))
+                run.train(warmup, "warmup", batches, steps, callbacks)
+                evaluate("warmup", warmup)
+                warmup.materialize()
+            steps = recipe.train_steps
+            variational = VariationalModel(net, **recipe.posterior_options(), **layout)
+            compiled(variational, schedule(recipe.learning_rate, steps))
+            run.train(variational, "variational", batches, steps, callbacks)
+            evaluate("posterior_mean", variational)
+            evaluate("posterior_sample", compiled(variational.materialize(sample=True)))
+            compiled(variational, recipe.finetune_learning_rate)
+            steps = callback.steps_needed(variational)
+            run.train(variational, "coding", batches, steps, callbacks, callback)
+            evaluate("decoded", compiled(load(made[0])))
+            run.finish({"history": callback.history})
+        for output, source in zip(outputs, made, strict=True):
+            if source != output and not _is_copied(source, output):
+                miracle_file.write_atomically(output, source.read_bytes(), overwrite)
+    file = MiracleFile.read(path)
     return CompressionResult(
         os.fspath(path),
-        decoded,
-        callback.file,
-        callback.file_bytes,
-        stages,
-        callback.history,
+        compiled(to_network(decode(file))),
+        file,
+        os.path.getsize(path),
+        run.result["stages"],
+        run.result["history"],
+        run.result["curve"],
+        run.result["seconds"],
     )
 
 
@@ -321,13 +337,33 @@ def _examples(name, data):
     return tuple(data)
 
 
-def _training_batches(data, recipe):
-    """Returns a function, phase -> endless batches, and the steps of an epoch."""
+def _is_copied(source, copy):
+    if source == copy or not (source.is_file() and copy.is_file()):
+        return False
+    return source.read_bytes() == copy.read_bytes()
+
+
+def _checksum(data):
     if isinstance(data, tf.data.Dataset):
-        cardinality = int(data.cardinality())
-        if not cardinality:
+        return str(data.element_spec)
+    return [
+        zlib.crc32(np.asarray(leaf).tobytes())
+        for leaf in tf.nest.flatten(data)
+        if leaf is not None
+    ]
+
+
+def _description(objects):
+    """What a loss or metrics are, as text."""
+    return json.dumps(keras.saving.serialize_keras_object(objects), default=str)
+
+
+def _training_batches(data, recipe):
+    """Returns a function, (phase, step) -> the endless batches from there on."""
+    if isinstance(data, tf.data.Dataset):
+        if not int(data.cardinality()):
             raise ValueError("`data` is an empty tf.data.Dataset.")
-        return lambda phase: data.repeat(), cardinality if cardinality > 0 else 1000
+        return lambda phase, step: data.repeat().skip(step)
     data = _examples("data", data)
     leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data)]
     count = len(leaves[0])
@@ -344,15 +380,16 @@ def _training_batches(data, recipe):
             )
     arrays = tf.nest.pack_sequence_as(data, [tf.constant(leaf) for leaf in leaves])
 
-    def batches(phase):
+    def batches(phase, step):
         # The order of each epoch is a function of its number, with no state.
         seed = np.uint64(recipe.seed).astype(np.int64)
-        stream = _PHASES.index(phase)
+        stream = PHASES.index(phase)
+        epoch, offset = divmod(step * recipe.batch_size, count)
 
         def order(epoch):
             return tf.data.Dataset.from_tensor_slices(
                 tf.random.experimental.stateless_shuffle(
-                    tf.range(count), seed=[seed, epoch * len(_PHASES) + stream]
+                    tf.range(count), seed=[seed, epoch * len(PHASES) + stream]
                 )
             )
 
@@ -360,19 +397,20 @@ def _training_batches(data, recipe):
             return tf.nest.map_structure(lambda a: tf.gather(a, index), arrays)
 
         return (
-            tf.data.Dataset.counter()
+            tf.data.Dataset.counter(epoch)
             .flat_map(order)
+            .skip(offset)
             .batch(recipe.batch_size, drop_remainder=True)
             .map(gather)
-            .prefetch(2 * _STEPS_PER_EXECUTION)
+            .prefetch(2 * STEPS_PER_EXECUTION)
         )
 
-    return batches, max(1, count // recipe.batch_size)
+    return batches
 
 
-def _evaluate(network, data, batch_size):
+def _evaluate(network, data, recipe):
     if isinstance(data, tf.data.Dataset):
         return network.evaluate(data, verbose=0, return_dict=True)
     return network.evaluate(
-        *data, batch_size=max(batch_size, 256), verbose=0, return_dict=True
+        *data, batch_size=max(recipe.batch_size, 256), verbose=0, return_dict=True
     )

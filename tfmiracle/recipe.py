@@ -15,6 +15,7 @@ class Recipe:
     found for that; `PAPER` has the settings of Lin et al. (2023).
 
     Attributes:
+      parameterization: "mean_kl" or "mean_var".
       block_size: number of weights in a block.
       block_bits: bits of the code of a block; coding tries 2**block_bits candidates.
       kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
@@ -26,8 +27,12 @@ class Recipe:
       warmup_learning_rate: for these, at the start.
       train_steps: steps of variational training.
       learning_rate: of the means in variational training, at the start.
-      quota_rate: learning rate of the quota logits relative to the means.
       log_scale_rate: learning rate of the log coding scales relative to the means.
+      quota_rate: mean_kl: learning rate of the quota logits relative to the means.
+      log_stddev: mean_var: initial log standard deviation of the posterior.
+      log_stddev_rate: mean_var: learning rate of it relative to the means.
+      beta: mean_var: initial weight of the KL of a block (nats) in the loss.
+      beta_rate: mean_var: relative change of that weight in a step.
       decay: "cosine" (to zero, in either training) or "constant".
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
@@ -37,6 +42,7 @@ class Recipe:
       seed: unsigned 64-bit integer; everything random depends on it.
     """
 
+    parameterization: str = "mean_kl"
     block_size: int = 20
     block_bits: int = 20
     kl_bits: float | None = None
@@ -47,8 +53,12 @@ class Recipe:
     warmup_learning_rate: float = 2e-3
     train_steps: int = 6000
     learning_rate: float = 1e-2
-    quota_rate: float = 5.0
     log_scale_rate: float = 1.0
+    quota_rate: float = 5.0
+    log_stddev: float = -5.0
+    log_stddev_rate: float = 5.0
+    beta: float = 1e-5
+    beta_rate: float = 1e-3
     decay: str = "cosine"
     warm_start: bool = True
     log_scale: float = -2.0
@@ -76,8 +86,11 @@ class Recipe:
             "warmup_learning_rate",
             "learning_rate",
             "finetune_learning_rate",
-            "quota_rate",
             "log_scale_rate",
+            "quota_rate",
+            "log_stddev_rate",
+            "beta",
+            "beta_rate",
         ):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
@@ -88,11 +101,13 @@ class Recipe:
             raise ValueError(
                 f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
-        if not math.isfinite(self.log_scale):
-            raise ValueError(
-                f"`log_scale` must be finite. Received: log_scale={self.log_scale}"
-            )
+        for name in ("log_scale", "log_stddev"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(
+                    f"`{name}` must be finite. Received: {name}={getattr(self, name)}"
+                )
         for name, known in (
+            ("parameterization", ("mean_kl", "mean_var")),
             ("decay", ("cosine", "constant")),
             ("selection", ("sample", "largest_weight")),
         ):
@@ -104,6 +119,24 @@ class Recipe:
         check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
 
+    def posterior_options(self) -> dict:
+        """What `VariationalModel` takes of it, but for layout and seed."""
+        names = (
+            "parameterization",
+            "block_bits",
+            "kl_bits",
+            "codebook",
+            "warm_start",
+            "log_scale",
+            "log_scale_rate",
+            "quota_rate",
+            "log_stddev",
+            "log_stddev_rate",
+            "beta",
+            "beta_rate",
+        )
+        return {name: getattr(self, name) for name in names}
+
     def changes(self) -> dict:
         """The fields that differ from the defaults."""
         return {
@@ -113,6 +146,7 @@ class Recipe:
         }
 
 
+# Mean-KL; with parameterization="mean_var" and train_steps=200_000 it is Mean-Var.
 PAPER = Recipe(
     codebook="per_block",
     selection="sample",
@@ -120,6 +154,10 @@ PAPER = Recipe(
     train_steps=100_000,
     learning_rate=1e-3,
     quota_rate=1.0,
+    log_stddev=-10.0,
+    log_stddev_rate=1.0,
+    beta=1e-8,
+    beta_rate=5e-5,
     decay="constant",
     warm_start=False,
     blocks_per_round=1,

@@ -1,0 +1,281 @@
+"""Runs that are killed and go on."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import tfmiracle
+from tfmiracle import Recipe, compression, run
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+RECIPE = Recipe(
+    block_size=60,
+    block_bits=8,
+    batch_size=16,
+    warmup_steps=6,
+    train_steps=8,
+    blocks_per_round=2,
+    finetune_steps=2,
+)
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillAt(keras.callbacks.Callback):
+    """Ends the process at a step, as far as the run can tell."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise Killed
+
+
+@pytest.fixture
+def every_step(quick, monkeypatch):
+    """Each step is an execution with a checkpoint after it."""
+    for module in (compression, run):
+        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
+    monkeypatch.setattr(run, "_CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(run, "_CHECKPOINT_SHARE", 0.0)
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 6)).astype(np.float32)
+    return x, np.argmax(x[:, :3], axis=1)
+
+
+def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
+    keras.utils.set_random_seed(3)
+    net = keras.Sequential(
+        [
+            keras.layers.Input((6,), name="x"),
+            keras.layers.Dense(20, "relu", name="one"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dropout(0.2, name="drop"),
+            keras.layers.Dense(3, name="two"),
+        ],
+        name="net",
+    )
+    options = {"validation_data": data(), "loss": LOSS, **options}
+    return tfmiracle.compress(
+        net,
+        data(),
+        path=folder / "net.miracle",
+        recipe=recipe,
+        metrics=["accuracy"],
+        callbacks=[KillAt(kill)] if kill else (),
+        workdir=workdir and folder / workdir,
+        verbose=0,
+        **options,
+    )
+
+
+def without_time(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+# In the first phase, in the second, while coding, and several times.
+@pytest.mark.parametrize(
+    "parameterization, all_kills",
+    [("mean_kl", [[3, 2], [10, 1], [16, 1]]), ("mean_var", [[7, 8]])],
+)
+def test_killed_anywhere_the_result_is_the_same(
+    parameterization, all_kills, tmp_path, every_step
+):
+    recipe = dataclasses.replace(RECIPE, parameterization=parameterization)
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    whole = compress(folder, None, recipe=recipe)
+    expected = (folder / "net.miracle").read_bytes()
+    assert not (folder / "work").exists()
+    for kills in all_kills:
+        folder = tmp_path / "-".join(map(str, kills))
+        folder.mkdir()
+        for kill in kills:
+            with pytest.raises(Killed):
+                compress(folder, kill=kill, recipe=recipe)
+            assert not (folder / "net.miracle").exists()
+        result = compress(folder, recipe=recipe)
+        assert (folder / "net.miracle").read_bytes() == expected
+        assert result.stages == whole.stages
+        assert without_time(result.history) == without_time(whole.history)
+        assert result.curve == whole.curve
+
+
+def test_a_finished_run_is_not_repeated(tmp_path, every_step, monkeypatch):
+    first = compress(tmp_path, keep_posterior=True)
+    names = {p.name for p in (tmp_path / "work").iterdir()}
+    assert names - {"lock"} == {"result.json", "coded.miracle", "coded.posterior.npz"}
+    monkeypatch.setattr(keras.Model, "fit", None)
+    again = compress(tmp_path, keep_posterior=True)
+    assert again.stages == first.stages and again.history == first.history
+    assert again.seconds == first.seconds
+    # A file of that name with other content stays, a missing one is written again.
+    (tmp_path / "net.miracle").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        compress(tmp_path, keep_posterior=True)
+    assert (tmp_path / "net.miracle").read_bytes() == b"mine"
+    (tmp_path / "net.miracle").unlink()
+    (tmp_path / "net.posterior.npz").unlink()
+    compress(tmp_path, keep_posterior=True)
+    for kind in ("miracle", "posterior.npz"):
+        data = (tmp_path / f"net.{kind}").read_bytes()
+        assert data == (tmp_path / "work" / f"coded.{kind}").read_bytes()
+
+
+def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=8)
+    state = (tmp_path / "work" / "state.npz").read_bytes()
+    with pytest.raises(ValueError, match="other settings: recipe differ"):
+        compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
+    with pytest.raises(ValueError, match="other settings: loss, stored differ"):
+        compress(tmp_path, loss="mse", stored=["two/*"])
+    x, y = data()
+    with pytest.raises(ValueError, match="other settings: validation_data differ"):
+        compress(tmp_path, validation_data=(x + 1, y))
+    assert (tmp_path / "work" / "state.npz").read_bytes() == state
+    compress(tmp_path)
+    with pytest.raises(ValueError, match="other settings: recipe differ"):
+        compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
+
+
+def test_one_run_at_a_time(tmp_path, every_step):
+    with (
+        run.Run(tmp_path / "work", {}),
+        pytest.raises(ValueError, match="in use by another run"),
+    ):
+        compress(tmp_path)
+    compress(tmp_path)
+
+
+def test_damaged_states_are_named(tmp_path, every_step):
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=8)
+    path = tmp_path / "work" / "state.npz"
+    state = path.read_bytes()
+    for damaged in (b"", state[: len(state) // 2], b"PK" + state[2:100]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"state.npz is damaged .*Delete"):
+            compress(tmp_path)
+    path.unlink()
+    (tmp_path / "work" / "result.json").write_text("{")
+    with pytest.raises(ValueError, match=r"result.json is damaged"):
+        compress(tmp_path)
+    (tmp_path / "work" / "result.json").unlink()
+    compress(tmp_path)
+
+
+def test_left_over_parts_are_removed(tmp_path, every_step):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / ".miracle-abc.tmp").write_bytes(b"half")
+    compress(tmp_path)
+    assert not list((tmp_path / "work").glob(".miracle-*"))
+
+
+def test_a_full_disk_loses_nothing(tmp_path, every_step, monkeypatch):
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=8)
+    state = (tmp_path / "work" / "state.npz").read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            compress(tmp_path)
+    assert (tmp_path / "work" / "state.npz").read_bytes() == state
+    assert not list((tmp_path / "work").glob(".miracle-*"))
+    compress(tmp_path)
+
+
+def test_the_curve_covers_all_phases(tmp_path, every_step):
+    result = compress(tmp_path)
+    phases = [row["phase"] for row in result.curve]
+    assert phases == ["warmup"] * 6 + ["variational"] * 8 + ["coding"] * len(
+        phases[14:]
+    )
+    steps = [row["step"] for row in result.curve]
+    assert steps == list(range(1, len(steps) + 1))
+    for row in result.curve:
+        assert row["loss"] > 0 and 0 <= row["accuracy"] <= 1
+    # No KL in deterministic training, nor when all is coded.
+    assert "kl_bits" not in result.curve[-1]
+    for row in result.curve[:-1]:
+        kl_bits = None if row["phase"] == "warmup" else pytest.approx(8, rel=1e-4)
+        assert row.get("kl_bits") == kl_bits
+    json.dumps(result.curve, allow_nan=False)
+
+
+SCRIPT = """
+import sys
+from tfmiracle import cli, run
+run._CHECKPOINT_SECONDS = 0.2
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_sigkill(tmp_path):
+    """The command line, killed by the system at random moments."""
+
+    def command(folder):
+        arguments = (
+            "compress --data=digits --model=digits_cnn --hashing=dense1/kernel:64 "
+            "--block_size=400 --block_bits=8 --warmup_steps=60 --train_steps=150 "
+            f"--blocks_per_round=2 --finetune_steps=10 --output={folder}/net.miracle "
+            f"--workdir={folder}/work --json"
+        )
+        return [sys.executable, "-c", SCRIPT, *arguments.split()]
+
+    def start(folder):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(
+            command(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    begin = time.monotonic()
+    assert start(whole).wait(timeout=600) == 0
+    duration = time.monotonic() - begin
+
+    rng = np.random.default_rng(0)
+    kills = 0
+    for _ in range(30):
+        process = start(broken)
+        try:
+            process.wait(timeout=float(rng.uniform(0.4, 1.0) * duration))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            assert not (broken / "net.miracle").exists()
+            continue
+        assert process.returncode == 0, process.stderr.read()
+        break
+    assert kills >= 1
+    expected = (whole / "net.miracle").read_bytes()
+    assert (broken / "net.miracle").read_bytes() == expected
+    shutil.rmtree(broken)

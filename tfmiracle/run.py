@@ -1,0 +1,335 @@
+"""A training run in phases, which may be killed and goes on where it was."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import pathlib
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+
+import filelock
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.miracle_file import write_atomically
+from tfmiracle.models import posteriors
+from tfmiracle.posterior import DeterministicPosterior
+
+PHASES = ("warmup", "variational", "coding")
+# Optimizer steps between two returns to Python.
+STEPS_PER_EXECUTION = 10
+# A checkpoint is due when this many seconds have passed, and this many times as long
+# as the last one took to write.
+_CHECKPOINT_SECONDS = 20.0
+_CHECKPOINT_SHARE = 100
+
+
+class Run:
+    """What a run has reached so far, kept in a working directory if there is one.
+
+    A run is a sequence of phases that train and stages that are evaluated between
+    them, always the same ones in the same order. `train` and `evaluate` skip what the
+    working directory says is done. The state of a phase that was broken off
+    (variables of model and optimizer, random state, place in the data, blocks coded) is
+    restored from the last checkpoint, so that the result is the same as without the
+    interruption. Checkpoints are written atomically, and take about 1 % of the time.
+
+    Use it as a context manager, which holds the lock of the working directory.
+
+    Args:
+      workdir: the working directory, made if it does not exist; None keeps nothing.
+      settings: everything that the result depends on; anything JSON can say.
+      verbose: 0 for silence, 1 for progress bars.
+
+    Attributes:
+      stages: stage -> metrics.
+      curve: one dict for every few steps: "phase", "step" counted over all phases,
+        means of loss and metrics since the last entry, and "kl_bits", the mean KL of
+        the blocks not coded yet.
+      result: what `finish` was given, if the run has been finished before.
+
+    Raises:
+      ValueError: if the working directory is in use, belongs to a run of other
+        settings, or is damaged.
+      OSError: if it cannot be written.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike | None, settings: dict, verbose: int = 1
+    ):
+        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        self.stages = {}
+        self.curve = []
+        self.result = None
+        self._settings = json.loads(json.dumps(settings))
+        self._verbose = verbose
+        self._seconds_before = 0.0
+        self._steps_before = 0
+        self._state = None
+        self._lock = None
+        if self.workdir is not None:
+            self.workdir.mkdir(exist_ok=True)
+            self._lock = filelock.FileLock(self.workdir / "lock")
+            try:
+                self._lock.acquire(timeout=0)
+            except filelock.Timeout:
+                raise ValueError(
+                    f"The working directory {workdir} is in use by another run."
+                ) from None
+            try:
+                self._open()
+            except BaseException:
+                self._lock.release()
+                raise
+        self._start = time.monotonic()
+        self._last_checkpoint = self._start
+        self._checkpoint_took = 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent, over all sittings that reached a checkpoint."""
+        return self._seconds_before + time.monotonic() - self._start
+
+    def _open(self):
+        for left_over in self.workdir.glob(".miracle-*.tmp"):
+            left_over.unlink()
+        if (self.workdir / "result.json").exists():
+            saved = self.result = _read(self.workdir / "result.json")
+        elif (self.workdir / "state.npz").exists():
+            saved, self._state = _read_state(self.workdir / "state.npz")
+            self._phase, self._step = saved["phase"], saved["step"]
+            self._coding = saved["coding"]
+        else:
+            return
+        if saved["settings"] != self._settings:
+            keys = sorted(
+                key
+                for key in saved["settings"].keys() | self._settings.keys()
+                if saved["settings"].get(key) != self._settings.get(key)
+            )
+            raise ValueError(
+                f"The working directory {self.workdir} holds a run of other settings: "
+                f"{', '.join(keys)} differ. Choose another one, or delete it."
+            )
+        self.stages = saved["stages"]
+        self.curve = saved["curve"]
+        self._seconds_before = saved["seconds"]
+
+    def _is_past(self, phase):
+        return self._state is not None and PHASES.index(phase) < PHASES.index(
+            self._phase
+        )
+
+    def evaluate(self, stage: str, evaluation: Callable[[], dict]) -> None:
+        """Sets `stages[stage]`, unless it is known."""
+        if stage not in self.stages:
+            self.stages[stage] = evaluation()
+
+    def train(
+        self,
+        model: keras.Model,
+        phase: str,
+        batches: Callable[[str, int], tf.data.Dataset],
+        steps: int,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        coding: CompressionCallback | None = None,
+    ) -> None:
+        """Trains a compiled model for `steps`, and codes it if `coding` is given.
+
+        Args:
+          model: the model, compiled with `STEPS_PER_EXECUTION`.
+          phase: one of `PHASES`.
+          batches: (phase, step) -> the endless batches of the phase from there on.
+          steps: number of steps, rounded up to whole executions.
+          callbacks: further callbacks for `fit`.
+          coding: the callback that codes.
+
+        Raises:
+          ValueError: if the loss is not finite.
+        """
+        total = -(-steps // STEPS_PER_EXECUTION) * STEPS_PER_EXECUTION
+        if self._is_past(phase):
+            self._steps_before += total
+            return
+        start = 0
+        if self._state is not None:
+            start = self._step
+            model.optimizer.build(model.trainable_variables)
+            self._restore(model)
+            if coding is not None:
+                coding.resume(self._coding)
+        coders = [] if coding is None else [coding]
+        if start < total:
+            self._say(phase, start, total)
+            model.fit(
+                batches(phase, start),
+                steps_per_epoch=total - start,
+                shuffle=False,
+                verbose=0 if coding else self._verbose,
+                callbacks=[
+                    *coders,
+                    _Record(self, phase, start, total, coding),
+                    *callbacks,
+                ],
+            )
+        elif coders:  # nothing to train, but all to code
+            everything = keras.callbacks.CallbackList(coders, model=model)
+            everything.on_train_begin()
+            everything.on_train_end()
+        self._steps_before += total
+
+    def finish(self, result: dict) -> None:
+        """Notes the result; the run is over."""
+        self.result = {
+            "settings": self._settings,
+            "stages": self.stages,
+            "curve": self.curve,
+            "seconds": self.seconds,
+            **result,
+        }
+        if self.workdir is not None:
+            data = json.dumps(self.result).encode()
+            write_atomically(self.workdir / "result.json", data, overwrite=True)
+            (self.workdir / "state.npz").unlink(missing_ok=True)
+
+    def _say(self, phase, start, total):
+        if self._verbose:
+            what = {
+                "warmup": "Deterministic training",
+                "variational": "Variational training",
+                "coding": "Coding and fine-tuning",
+            }[phase]
+            on = f", going on from step {start}" if start else ""
+            print(f"{what}, {total} steps{on}", flush=True)
+
+    def _restore(self, model):
+        variables = _variables(model)
+        if [tuple(v.shape) for v in variables] != [a.shape for a in self._state]:
+            raise ValueError(
+                f"The state in {self.workdir} does not fit the model. Delete the "
+                "working directory to start again."
+            )
+        for variable, value in zip(variables, self._state, strict=True):
+            variable.assign(value)
+        self._state = None
+
+    def _checkpoint(self, model, phase, step, coding):
+        if self.workdir is None:
+            return
+        now = time.monotonic()
+        wait = max(_CHECKPOINT_SECONDS, _CHECKPOINT_SHARE * self._checkpoint_took)
+        if now - self._last_checkpoint < wait:
+            return
+        state = {
+            "settings": self._settings,
+            "phase": phase,
+            "step": step,
+            "stages": self.stages,
+            "curve": self.curve,
+            "seconds": self.seconds,
+            "coding": coding and coding.state(),
+        }
+        arrays = [keras.ops.convert_to_numpy(v) for v in _variables(model)]
+        write_atomically(
+            self.workdir / "state.npz", _state_bytes(state, arrays), overwrite=True
+        )
+        self._last_checkpoint = time.monotonic()
+        self._checkpoint_took = self._last_checkpoint - now
+
+
+class _Record(keras.callbacks.Callback):
+    """Writes the curve of a run, watches its loss, and has checkpoints made."""
+
+    def __init__(self, run, phase, start, total, coding):
+        super().__init__()
+        self._run, self._phase, self._coding = run, phase, coding
+        self._first, self._total = start, total
+        # At most some hundred entries a phase, but no more than 200 steps apart.
+        executions = min(max(total // (200 * STEPS_PER_EXECUTION), 1), 20)
+        self._window = executions * STEPS_PER_EXECUTION
+        self._closed = False
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._closed:
+            self.model.reset_metrics()
+            self._closed = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        step = self._first + batch + 1
+        if step % self._window and step < self._total:
+            return
+        self._closed = True
+        logs = {k: float(v) for k, v in (logs or {}).items()}
+        kl_bits = _mean_kl_bits(self.model)
+        self._run.curve.append(
+            {
+                "phase": self._phase,
+                "step": self._run._steps_before + step,
+                **logs,
+                **({} if kl_bits is None else {"kl_bits": kl_bits}),
+            }
+        )
+        if not math.isfinite(logs.get("loss", 0.0)):
+            raise ValueError(
+                f"The loss is {logs['loss']} after {step} steps of {self._phase} "
+                "training. Lower the learning rate, or look for extreme values in the "
+                "data."
+            )
+        self._run._checkpoint(self.model, self._phase, step, self._coding)
+
+
+def _mean_kl_bits(model):
+    """Mean KL of the blocks that are not fixed, or None if there is none."""
+    kl = [
+        posterior.block_kl().numpy()[~posterior.fixed]
+        for posterior, _ in posteriors(model)
+        if not isinstance(posterior, DeterministicPosterior)
+    ]
+    kl = np.concatenate([np.zeros(0), *kl])
+    return float(np.mean(kl)) / math.log(2) if len(kl) else None
+
+
+def _variables(model):
+    return [*model.variables, *model.optimizer.variables]
+
+
+def _state_bytes(state: dict, arrays: list[np.ndarray]) -> bytes:
+    buffer = io.BytesIO()
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    # NumPy's files do not know bfloat16, which float32 holds.
+    arrays = [a.astype(np.float32) if a.dtype.name == "bfloat16" else a for a in arrays]
+    np.savez(buffer, text, *arrays)
+    return buffer.getvalue()
+
+
+def _read_state(path):
+    with _damage(path), np.load(path, allow_pickle=False) as archive:
+        text, *arrays = [archive[f"arr_{i}"] for i in range(len(archive.files))]
+        return json.loads(text.tobytes()), arrays
+
+
+def _read(path):
+    with _damage(path):
+        return json.loads(path.read_bytes())
+
+
+@contextlib.contextmanager
+def _damage(path):
+    try:
+        yield
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}). Delete the working directory to start again."
+        ) from error
