@@ -43,13 +43,21 @@ def decode(
         source = MiracleFile.from_bytes(bytes(source), max_weights)
     elif not isinstance(source, MiracleFile):
         source = MiracleFile.read(source, max_weights)
-    groups = [group.layout.expand(decode_blocks(group)) for group in source.groups]
-    stored = iter(source.stored)
+    return decoded_network(source, [decode_blocks(group) for group in source.groups])
+
+
+def decoded_network(file: MiracleFile, blocks: list[np.ndarray]) -> DecodedNetwork:
+    """The network of a file, given the weights of the blocks of each group."""
+    groups = [
+        group.layout.expand(values)
+        for group, values in zip(file.groups, blocks, strict=True)
+    ]
+    stored = iter(file.stored)
     weights = {
         name: next(stored) if place is None else groups[place[0]][place[1]]
-        for name, place in zip(source.names, source.coded, strict=True)
+        for name, place in zip(file.names, file.coded, strict=True)
     }
-    return DecodedNetwork(weights, source.architecture, source.metadata)
+    return DecodedNetwork(weights, file.architecture, file.metadata)
 
 
 def decode_blocks(group: CodedGroup) -> np.ndarray:

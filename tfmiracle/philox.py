@@ -35,6 +35,7 @@ class Domain(enum.IntEnum):
     PERMUTATION = 5
     HASH = 6
     SIGN = 7
+    PRUNING = 8  # of random pruning; serves no file
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

@@ -1,0 +1,113 @@
+"""What a posterior says about the network, before it is compressed."""
+
+import math
+import operator
+from collections.abc import Callable
+
+import keras
+import numpy as np
+
+from tfmiracle.mean_kl import kl_from_standardized
+from tfmiracle.models import posteriors
+from tfmiracle.scope import SubstitutionScope
+
+
+def variable_summary(model: keras.Model) -> list[dict]:
+    """How the information is spread over the variables of a model.
+
+    Args:
+      model: a `VariationalModel`, or a model with variational layers.
+
+    Returns:
+      One dict for each coded variable: its "path", "shape" and number of "weights"
+      (effective ones: a hashed variable has fewer than entries), their "kl_bits" in
+      all, "bits_per_weight", "share" of the KL of the model, coding scale "rho", and
+      the median and 90 % quantile of the signal-to-noise ratio |mean| / standard
+      deviation, "snr_median" and "snr_90".
+    """
+    rows = []
+    for posterior, variables in posteriors(model):
+        layout = posterior.layout
+        kl = kl_from_standardized(*posterior.standardized()).numpy()
+        kl = layout.to_effective(kl).astype(np.float64) / math.log(2)
+        loc, scale = (x.numpy().astype(np.float64) for x in posterior.loc_and_scale())
+        with np.errstate(divide="ignore"):
+            snr = np.abs(loc) / scale
+        start = 0
+        for coded, variable in zip(layout.variables, variables, strict=True):
+            part = slice(start, start + coded.effective_size)
+            start = part.stop
+            kl_bits = float(kl[part].sum())
+            rows.append(
+                {
+                    "path": variable.path,
+                    "shape": tuple(variable.shape),
+                    "weights": coded.effective_size,
+                    "kl_bits": kl_bits,
+                    "bits_per_weight": kl_bits / coded.effective_size,
+                    "rho": float(posterior.coding_scale[coded.scale_index]),
+                    "snr_median": float(np.median(snr[part])),
+                    "snr_90": float(np.quantile(snr[part], 0.9)),
+                }
+            )
+    total = sum(row["kl_bits"] for row in rows)
+    return [{**row, "share": row["kl_bits"] / total if total else 0.0} for row in rows]
+
+
+def predict_ensemble(
+    model: keras.Model,
+    x,
+    samples: int = 10,
+    batch_size: int = 256,
+    transform: Callable = lambda outputs: outputs,
+) -> np.ndarray:
+    """Mean prediction over samples of the posterior.
+
+    Each sample of the weights is used for all of `x`.
+
+    Args:
+      model: a `VariationalModel`, or a model with variational layers.
+      x: inputs, an array or a structure of arrays.
+      samples: number of samples of the weights.
+      batch_size: examples in a forward pass.
+      transform: what is averaged, a function of the outputs. Of a network that returns
+        logits it should be probabilities, `keras.ops.softmax`.
+
+    Returns:
+      Array of the shape of the outputs.
+
+    Raises:
+      ValueError: if `samples` is not positive, or the model has no posterior.
+    """
+    parts = posteriors(model)
+    if samples < 1 or not parts:
+        raise ValueError(
+            "An ensemble needs `samples` of at least 1 and a model with posteriors. "
+            f"Received: samples={samples}, {len(parts)} posteriors"
+        )
+    total = 0.0
+    for _ in range(samples):
+        values, variables = [], []
+        for posterior, coded in parts:
+            variables += coded
+            values += posterior.values(sample=True)
+        outputs = [
+            keras.ops.convert_to_numpy(
+                transform(_call(model, batch, variables, values))
+            )
+            for batch in _batches(x, batch_size)
+        ]
+        total = total + np.concatenate(outputs).astype(np.float64)
+    return (total / samples).astype(np.float32)
+
+
+def _call(model, batch, variables, values):
+    with SubstitutionScope(variables, values):
+        return model(batch, training=False)
+
+
+def _batches(x, size):
+    count = len(keras.tree.flatten(x)[0])
+    for start in range(0, count, size):
+        part = operator.itemgetter(slice(start, start + size))
+        yield keras.tree.map_structure(part, x)
