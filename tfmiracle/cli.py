@@ -1,4 +1,4 @@
-"""The command line: `tfmiracle compress | evaluate | info | decode | export`.
+"""The command line: `tfmiracle COMMAND`, see `COMMANDS` at the end.
 
 Every command has its own absl flags, so that a flag of another command is an error;
 `--flagfile=FILE` reads flags from a file. Results go to standard output, everything
@@ -7,6 +7,7 @@ else to standard error. Exit status: 0 done, 2 bad input, 1 a defect.
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -15,7 +16,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -24,10 +24,13 @@ import numpy as np
 from absl import flags
 
 from tfmiracle import __version__
+from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile, check_output, write_atomically
+from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
+from tfmiracle.report import write_report
 
 _DATA_HELP = (
     "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(argv)
     except KeyboardInterrupt:
-        print("tfmiracle: interrupted, nothing was written", file=sys.stderr)
+        print("tfmiracle: interrupted, no file was written", file=sys.stderr)
         return 130
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
@@ -150,21 +153,44 @@ def _define_compress(values):
         "Hold out this part of the training set and report errors on it instead of the "
         "test set, for choosing settings.",
     )
-    flags.DEFINE_list(
-        "hashing",
-        [],
-        "Hash factors of variables, as in conv2/kernel:2,dense1/kernel:64.",
-        flag_values=values,
-    )
+    _define_hashing(values)
     flags.DEFINE_list(
         "stored",
         [],
         "Patterns of variables to store instead of coding them, as in */bias.",
         flag_values=values,
     )
+    string(
+        "workdir",
+        None,
+        "Folder that keeps the state of the run: killed and started again, it goes on.",
+    )
+    flags.DEFINE_bool(
+        "keep_posterior",
+        False,
+        "Also write the posterior as .posterior.npz beside the file.",
+        flag_values=values,
+    )
     _define_overwrite(values)
-    helps = dict(re.findall(r"^      (\w+): ((?:.|\n {8})*)", Recipe.__doc__, re.M))
+    _define_recipe(values)
+
+
+def _define_hashing(values):
+    flags.DEFINE_list(
+        "hashing",
+        [],
+        "Hash factors of variables, as in conv2/kernel:2,dense1/kernel:64.",
+        flag_values=values,
+    )
+
+
+def _define_recipe(values, without=()):
+    # Python 3.13 takes the indentation off by itself.
+    text = inspect.cleandoc(Recipe.__doc__)
+    helps = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text, re.M))
     for field in dataclasses.fields(Recipe):
+        if field.name in without:
+            continue
         define = {
             int: flags.DEFINE_integer,
             float: flags.DEFINE_float,
@@ -180,14 +206,12 @@ def _compress(values):
     for name in ("data", "output"):
         if not values[name].value:
             raise flags.Error(f"--{name} is missing")
-    check_output(values.output, values.overwrite)
-    recipe = Recipe(
-        **{f.name: values[f.name].value for f in dataclasses.fields(Recipe)}
-    )
+    if not values.workdir:
+        check_output(values.output, values.overwrite)
+    recipe = _recipe(values)
     data = load_dataset(values.data)
     if values.validation_fraction:
         data = data.hold_out(values.validation_fraction)
-    start = time.monotonic()
     _import_tensorflow()
     from tfmiracle.compression import compress
 
@@ -202,6 +226,8 @@ def _compress(values):
         stored=values.stored,
         metrics=["accuracy"],
         validation_data=(data.x_test, data.y_test),
+        workdir=values.workdir,
+        keep_posterior=values.keep_posterior,
         overwrite=values.overwrite,
     )
     errors = {stage: _error(m) for stage, m in result.stages.items()}
@@ -214,10 +240,15 @@ def _compress(values):
         "errors": errors,
         "evaluated_on": "validation" if values.validation_fraction else "test",
         **_sizes(result.file, result.file_bytes),
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(result.seconds, 1),
         "output": values.output,
         "history": result.history,
     }
+
+
+def _recipe(values):
+    names = [f.name for f in dataclasses.fields(Recipe) if f.name in values]
+    return Recipe(**{name: values[name].value for name in names})
 
 
 def _network(name, data, seed):
@@ -341,6 +372,184 @@ def _show_compress(r):
     )
 
 
+# study
+
+
+def _define_study(values):
+    string, floating = _definers(values)
+    string("data", None, _DATA_HELP)
+    string("workdir", None, "Folder of the study; started again, it goes on.")
+    string("model", "lenet5", "'lenet5' or 'digits_cnn'.")
+    _define_hashing(values)
+    for name, default, text in (
+        ("parameterizations", ["mean_kl", "mean_var"], "Parameterizations to run."),
+        ("block_sizes", ["20", "30", "40"], "Block sizes to run."),
+        ("seeds", [str(seed) for seed in range(10)], "Seeds to run."),
+    ):
+        flags.DEFINE_list(name, default, text, flag_values=values)
+    flags.DEFINE_integer(
+        "mean_var_train_steps",
+        None,
+        "Steps of variational training for mean_var, if not --train_steps.",
+        flag_values=values,
+    )
+    floating("scale", 1.0, "Fraction of all steps, to make the study small.")
+    flags.DEFINE_integer(
+        "jobs", 1, "Runs side by side.", lower_bound=1, flag_values=values
+    )
+    _define_recipe(values, without=("parameterization", "block_size", "seed"))
+
+
+def _study(values):
+    for name in ("data", "workdir"):
+        if not values[name].value:
+            raise flags.Error(f"--{name} is missing")
+    load_dataset(values.data)  # errors should come before TensorFlow does
+    _import_tensorflow()
+    from tfmiracle.study import Study, run_study
+
+    study = Study(
+        values.workdir,
+        values.data,
+        _recipe(values),
+        tuple(values.parameterizations),
+        tuple(_integers("block_sizes", values.block_sizes)),
+        tuple(_integers("seeds", values.seeds)),
+        values.model,
+        _hashing(values.hashing),
+        values.mean_var_train_steps,
+        values.scale,
+        pathlib.Path(values.data).stem,
+    )
+    return run_study(study, values.jobs)
+
+
+def _integers(name, texts):
+    try:
+        return [int(text) for text in texts]
+    except ValueError:
+        raise ValueError(f"--{name} must list integers; received {texts}") from None
+
+
+# report
+
+
+def _define_report(values):
+    string, _ = _definers(values)
+    string("workdir", None, "Folder of a study.")
+    string("output", None, "Folder to write to; by default WORKDIR/report.")
+
+
+def _report(values):
+    if not values.workdir:
+        raise flags.Error("--workdir is missing")
+    return write_report(values.workdir, values.output)
+
+
+def _show_report(r):
+    lines = [f"{r['runs']} runs of {r['model']} on {r['data']}, scale {r['scale']:g}"]
+    for c in r["table1"]:
+        if c["n"]:
+            ours, paper = _plus_minus(c, "decoded"), _plus_minus(c, "paper")
+            lines.append(
+                f"{c['parameterization']}, blocks of {c['block_size']}: error {ours}, "
+                f"n = {c['n']}; paper: {paper}"
+            )
+    lines += [f"{s['answer']}: {s['statement']}" for s in r["statements"]]
+    return "\n".join([*lines, f"wrote {r['report']}"])
+
+
+def _plus_minus(cell, name):
+    value = cell[f"{name}_error_percent"]
+    if value is None:
+        return "n/a"
+    error = cell[f"{name}_standard_error_percent"]
+    return f"{value:.2f} %" if error is None else f"{value:.2f} ± {error:.2f} %"
+
+
+# prune
+
+
+def _define_prune(values):
+    string, _ = _definers(values)
+    string("data", None, _DATA_HELP)
+    string("posterior", None, "Its .posterior.npz, for the strategy 'kl'.")
+    flags.DEFINE_enum(
+        "strategy",
+        "magnitude",
+        STRATEGIES,
+        "Which weights become zero first: random ones, small ones, or those whose "
+        "posterior is nearest to zero.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "fractions",
+        [f"{i / 10:g}" for i in range(10)],
+        "Parts of the weights to set to zero.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "seeds",
+        10,
+        "Number of random orders for the strategy 'uniform'.",
+        lower_bound=1,
+        flag_values=values,
+    )
+
+
+def _prune(values, path):
+    if not values.data:
+        raise flags.Error("--data is missing")
+    try:
+        fractions = [float(text) for text in values.fractions]
+    except ValueError:
+        raise ValueError(
+            f"--fractions must list numbers; received {values.fractions}"
+        ) from None
+    file = MiracleFile.read(path)
+    posterior = values.posterior and CodedPosterior.read(values.posterior)
+    pruning_order(file, values.strategy, posterior)  # errors come before TensorFlow
+    data = load_dataset(values.data)
+
+    _import_tensorflow()
+    from tfmiracle.network import accuracy_of, to_network
+
+    net = to_network(decode(file))
+    _check_fit(net, data)
+    seeds = range(values.seeds if values.strategy == "uniform" else 1)
+    accuracies = np.array(
+        [
+            [
+                accuracy_of(net, pruned, data.x_test, data.y_test)
+                for pruned in pruned_networks(
+                    file, values.strategy, fractions, posterior, seed
+                )
+            ]
+            for seed in seeds
+        ]
+    )
+    errors = [None] * len(fractions)
+    if len(seeds) > 1:
+        errors = (accuracies.std(0, ddof=1) / len(seeds) ** 0.5).round(6).tolist()
+    return {
+        "strategy": values.strategy,
+        "fractions": fractions,
+        "accuracy": accuracies.mean(0).round(6).tolist(),
+        "standard_error": errors,
+        "seeds": len(seeds),
+        "examples": len(data.y_test),
+    }
+
+
+def _show_prune(r):
+    rows = zip(r["fractions"], r["accuracy"], r["standard_error"], strict=True)
+    return "\n".join(
+        f"{fraction:7.1%} pruned: accuracy {accuracy:.2%}"
+        + ("" if error is None else f" ± {error:.2%}")
+        for fraction, accuracy, error in rows
+    )
+
+
 # evaluate, info, decode, export
 
 
@@ -355,15 +564,14 @@ def _evaluate(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import to_network
+    from tfmiracle.network import accuracy_of, to_network
 
-    net = to_network(decode(file))
+    decoded = decode(file)
+    net = to_network(decoded)
     _check_fit(net, data)
-    logits = net.predict(data.x_test, batch_size=500, verbose=0)
-    wrong = np.argmax(logits, -1) != data.y_test
     return {
-        "error": round(float(np.mean(wrong)), 6),
-        "examples": len(wrong),
+        "error": round(1 - accuracy_of(net, decoded, data.x_test, data.y_test), 6),
+        "examples": len(data.y_test),
         **_sizes(file, os.path.getsize(path)),
     }
 
@@ -514,12 +722,33 @@ COMMANDS = {
         _compress,
         _show_compress,
     ),
+    "study": Command(
+        "Run a grid of parameterizations, block sizes and seeds, resuming it.",
+        None,
+        _define_study,
+        _study,
+        lambda r: f"{r['done']} of {r['total']} runs are done",
+    ),
+    "report": Command(
+        "Make tables and figures of the records of a study.",
+        None,
+        _define_report,
+        _report,
+        _show_report,
+    ),
     "evaluate": Command(
         "Decode a file and report its error on a test set.",
         "FILE",
         _define_evaluate,
         _evaluate,
         lambda r: f"error {r['error']:.2%} of {r['examples']:,}\n{_show_sizes(r)}",
+    ),
+    "prune": Command(
+        "Report the accuracy of a file with a part of its weights set to zero.",
+        "FILE",
+        _define_prune,
+        _prune,
+        _show_prune,
     ),
     "info": Command(
         "Tell what a file holds.", "FILE", lambda values: None, _info, _show_info

@@ -1,0 +1,241 @@
+"""A grid of runs: resumed, in parallel, one record each."""
+
+import dataclasses
+import json
+import pathlib
+
+import filelock
+import keras
+import numpy as np
+import pytest
+from absl import flags
+
+from tfmiracle import PAPER, Recipe, cli, study
+from tfmiracle.architectures import ARCHITECTURES
+from tfmiracle.study import Study, cell_name, run_study
+
+CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "paper_table1.flags"
+RECIPE = Recipe(
+    block_bits=6,
+    batch_size=16,
+    train_steps=20,
+    blocks_per_round=8,
+    finetune_steps=10,
+    kl_bits=5.0,
+)
+
+
+def tiny(input_shape, num_classes):
+    return keras.Sequential(
+        [
+            keras.layers.Input(input_shape),
+            keras.layers.Dense(6, "relu", name="one"),
+            keras.layers.Dense(num_classes, name="two"),
+        ],
+        name="tiny",
+    )
+
+
+@pytest.fixture
+def small(tmp_path, quick, monkeypatch):
+    """A study of four runs on 40 examples."""
+    monkeypatch.setitem(ARCHITECTURES, "lenet5", tiny)
+    monkeypatch.setattr(study, "PRUNED_FRACTIONS", (0.0, 0.5))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 5)).astype(np.float32)
+    y = np.argmax(x[:, :3], 1)
+    np.savez(
+        tmp_path / "toy.npz",
+        x_train=x[:40],
+        y_train=y[:40],
+        x_test=x[40:],
+        y_test=y[40:],
+    )
+    return Study(
+        str(tmp_path / "study"),
+        str(tmp_path / "toy.npz"),
+        RECIPE,
+        block_sizes=(10,),
+        seeds=(0, 1),
+        mean_var_train_steps=40,
+        scale=0.5,
+        name="toy",
+    )
+
+
+def records(made):
+    paths = sorted((pathlib.Path(made.workdir) / "records").glob("*.json"))
+    return {path.stem: json.loads(path.read_bytes()) for path in paths}
+
+
+def test_the_grid(small):
+    lines = []
+    assert run_study(small, say=lines.append) == {"total": 4, "done": 4, "left": 0}
+    made = records(small)
+    assert list(made) == [
+        "mean_kl_b10_s0",
+        "mean_kl_b10_s1",
+        "mean_var_b10_s0",
+        "mean_var_b10_s1",
+    ]
+    assert sum("error" in line for line in lines) == 4
+    for name, record in made.items():
+        kind = record["parameterization"]
+        assert name == f"{kind}_b{record['block_size']}_s{record['seed']}"
+        assert record["format"] == 1 and record["scale"] == 0.5
+        assert (record["model"], record["data"]) == ("lenet5", "toy")
+        steps = {"mean_kl": 10, "mean_var": 20}[kind]
+        assert record["settings"]["train_steps"] == record["steps"]["train"] == steps
+        assert record["settings"]["finetune_steps"] == 5
+        assert record["settings"]["beta_rate"] == RECIPE.beta_rate / 0.5
+        # 6 * 5 + 6 + 6 * 3 + 3 weights in 6 blocks of 10, in one round.
+        assert record["sizes"]["blocks"] == 6
+        assert record["sizes"]["payload_bytes"] == 5
+        file = pathlib.Path(small.workdir, "runs", f"{name}.miracle")
+        assert record["sizes"]["file_bytes"] == file.stat().st_size
+        assert set(record["errors"]) == {
+            "original",
+            "posterior_mean",
+            "posterior_sample",
+            "decoded",
+        }
+        length = len(record["curve"]["step"])
+        assert length and all(len(c) == length for c in record["curve"].values())
+        assert record["curve"]["cross_entropy"][0] > 0
+        assert record["coding"]["blocks"] == [6]
+        for histogram in record["histograms"].values():
+            for part in ("loc", "log_scale"):
+                assert len(histogram[part]["edges"]) == 61
+                assert len(histogram[part]["counts"]) == 60
+        assert [sum(h["loc"]["counts"]) for h in record["histograms"].values()] == [
+            30,
+            6,
+            18,
+            3,
+        ]
+        accuracy = 1 - record["errors"]["decoded"]
+        for curve in record["pruning"].values():
+            assert curve["fractions"] == [0.0, 0.5]
+            assert curve["accuracy"][0] == pytest.approx(accuracy, abs=1e-5)
+    assert len({record["sha256"] for record in made.values()}) == 4
+
+
+def test_stopped_it_goes_on_and_does_nothing_twice(small, monkeypatch):
+    done = []
+    compress = study.compress
+
+    def stop_at_third(*args, path, **kwargs):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(path.stem)
+        return compress(*args, path=path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "compress", stop_at_third)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(small, say=lambda line: None)
+    assert done == ["mean_kl_b10_s0", "mean_var_b10_s0"]
+    before = records(small)
+    assert list(before) == done
+
+    # A run that another process has is left to it.
+    lock = filelock.FileLock(
+        pathlib.Path(small.workdir, "runs", "mean_kl_b10_s1.lock"),
+        is_singleton=False,
+    )
+    with lock:
+        result = run_study(small, say=lambda line: None)
+    assert result == {"total": 4, "done": 3, "left": 1}
+    assert run_study(small, say=lambda line: None)["left"] == 0
+    after = records(small)
+    for name, record in before.items():
+        assert after[name] == record
+
+
+def test_a_working_directory_belongs_to_one_study(small):
+    one = dataclasses.replace(small, seeds=(0,), parameterizations=("mean_kl",))
+    run_study(one, say=lambda line: None)
+    for change in (
+        {"scale": 1.0},
+        {"name": "other"},
+        {"recipe": dataclasses.replace(RECIPE, learning_rate=0.1)},
+        {"hashing": {"one/kernel": 2}},
+    ):
+        with pytest.raises(
+            ValueError, match=r"mean_kl_b10_s0\.json is of another study"
+        ):
+            run_study(dataclasses.replace(small, **change))
+    # Further seeds and parameterizations are welcome.
+    more = run_study(dataclasses.replace(small, seeds=(0,)), say=lambda line: None)
+    assert more == {"total": 2, "done": 2, "left": 0}
+
+
+def test_progress_tells_the_time_left(small, monkeypatch):
+    monkeypatch.setattr(study, "_PROGRESS_SECONDS", 0.0)
+    lines = []
+    one = dataclasses.replace(small, seeds=(0,))
+    run_study(one, say=lines.append)
+    assert any(
+        line.startswith("mean_var_b10_s0 (2 of 2): cross-entropy ")
+        and line.endswith("min left for one process")
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scale": 0.0}, "`scale` .*=0.0"),
+        ({"scale": 2.0}, "`scale` .*=2.0"),
+        ({"model": "vgg"}, "`model` must be one of .*'vgg'"),
+        ({"seeds": ()}, "The grid is empty"),
+        ({"parameterizations": ("mean",)}, "`parameterization` must be one of"),
+        ({"block_sizes": (0,)}, "`block_size` must be"),
+    ],
+)
+def test_bad_studies(change, message):
+    with pytest.raises(ValueError, match=message):
+        Study("work", "digits", RECIPE, **change)
+
+
+def test_the_papers_grid():
+    values = flags.FlagValues()
+    cli.COMMANDS["study"].define(values)
+    values(["tfmiracle", f"--flagfile={CONFIG}"])
+    made = Study(
+        "work",
+        "mnist",
+        cli._recipe(values),
+        tuple(values.parameterizations),
+        tuple(cli._integers("block_sizes", values.block_sizes)),
+        tuple(cli._integers("seeds", values.seeds)),
+        values.model,
+        cli._hashing(values.hashing),
+        values.mean_var_train_steps,
+        values.scale,
+    )
+    cells = {cell_name(recipe): recipe for recipe in made.cells()}
+    assert len(cells) == 2 * 3 * 10
+    assert cells["mean_kl_b20_s0"] == PAPER
+    assert cells["mean_var_b40_s9"] == dataclasses.replace(
+        PAPER,
+        parameterization="mean_var",
+        train_steps=200_000,
+        block_size=40,
+        seed=9,
+    )
+    assert made.hashing == {"conv2/kernel": 2, "dense1/kernel": 64}
+
+
+@pytest.mark.slow
+def test_the_command_with_two_processes(tmp_path, capsys):
+    arguments = (
+        f"study --data=digits --model=digits_cnn --workdir={tmp_path}/w --scale=0.5 "
+        "--hashing=dense1/kernel:64,conv2/kernel:8 --block_sizes=500 --seeds=3 "
+        "--block_bits=6 --kl_bits=5 --train_steps=40 --blocks_per_round=20 "
+        "--finetune_steps=20 --jobs=2 --json"
+    ).split()
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result == {"total": 2, "done": 2, "left": 0}

@@ -1,0 +1,410 @@
+"""A grid of runs, parameterization x block size x seed, one record each."""
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import filelock
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmiracle
+from tfmiracle.architectures import ARCHITECTURES
+from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.compression import CompressionResult, compress
+from tfmiracle.datasets import Dataset, load_dataset
+from tfmiracle.decoder import decode
+from tfmiracle.miracle_file import write_atomically
+from tfmiracle.network import accuracy_of, to_network
+from tfmiracle.posterior import DeterministicPosterior
+from tfmiracle.pruning import STRATEGIES, pruned_networks
+from tfmiracle.recipe import Recipe
+from tfmiracle.run import STEPS_PER_EXECUTION
+
+RECORD_FORMAT = 1
+PRUNED_FRACTIONS = tuple(i / 10 for i in range(10))
+_PROGRESS_SECONDS = 30.0
+_HISTOGRAM_BINS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A grid of runs on one network and data set.
+
+    Attributes:
+      workdir: where everything is kept. `records/` has one JSON record for each run
+        that is done, `runs/` what they wrote and the state of those that are not.
+      data: see `load_dataset`.
+      recipe: the settings common to all runs.
+      parameterizations, block_sizes, seeds: the grid.
+      model: a key of `ARCHITECTURES`.
+      hashing: see `VariationalModel`.
+      mean_var_train_steps: steps of variational training for "mean_var", which needs
+        more of them for its annealing; by default as many as `recipe` says.
+      scale: fraction of the steps, in all phases, to make a long study small. The
+        annealing of beta is as much faster, so that it covers the same range.
+      name: name of the data set in the records.
+    """
+
+    workdir: str
+    data: str
+    recipe: Recipe
+    parameterizations: tuple[str, ...] = ("mean_kl", "mean_var")
+    block_sizes: tuple[int, ...] = (20, 30, 40)
+    seeds: tuple[int, ...] = tuple(range(10))
+    model: str = "lenet5"
+    hashing: dict[str, int] | None = None
+    mean_var_train_steps: int | None = None
+    scale: float = 1.0
+    name: str = "data"
+
+    def __post_init__(self):
+        if not 0 < self.scale <= 1:
+            raise ValueError(
+                "`scale` is the fraction of the steps, above 0 and at most 1. "
+                f"Received: scale={self.scale}"
+            )
+        if self.model not in ARCHITECTURES:
+            raise ValueError(
+                f"`model` must be one of {sorted(ARCHITECTURES)}. "
+                f"Received: model={self.model!r}"
+            )
+        if not self.cells():
+            raise ValueError("The grid is empty: give at least one value of each kind.")
+
+    def cells(self) -> list[Recipe]:
+        """The settings of every run: seeds outermost, so that each adds a full grid."""
+        return [
+            self._recipe(parameterization, block_size, seed)
+            for seed in self.seeds
+            for block_size in self.block_sizes
+            for parameterization in self.parameterizations
+        ]
+
+    def _recipe(self, parameterization, block_size, seed):
+        recipe = dataclasses.replace(
+            self.recipe,
+            parameterization=parameterization,
+            block_size=block_size,
+            seed=seed,
+        )
+        if parameterization == "mean_var" and self.mean_var_train_steps is not None:
+            recipe = dataclasses.replace(recipe, train_steps=self.mean_var_train_steps)
+        steps = {
+            name: round(getattr(recipe, name) * self.scale)
+            for name in ("warmup_steps", "train_steps", "finetune_steps")
+        }
+        return dataclasses.replace(
+            recipe, **steps, beta_rate=recipe.beta_rate / self.scale
+        )
+
+
+def cell_name(recipe: Recipe) -> str:
+    """Name of a run of a study, as in "mean_kl_b20_s0"."""
+    return f"{recipe.parameterization}_b{recipe.block_size}_s{recipe.seed}"
+
+
+def run_study(
+    study: Study, jobs: int = 1, say: Callable[[str], None] | None = None
+) -> dict[str, int]:
+    """Runs what is not done yet of a study.
+
+    Stopped at any moment and started again, it goes on where it was; runs that are done
+    are not repeated. Several processes may work on the same study: each takes runs that
+    no other one has.
+
+    Args:
+      study: the study.
+      jobs: number of processes side by side.
+      say: prints a line of progress; to standard error by default.
+
+    Returns:
+      Number of runs "total", "done" (with a record), and "left".
+
+    Raises:
+      ValueError: if the working directory belongs to another study.
+      OSError: if it cannot be written.
+    """
+    for folder in ("records", "runs"):
+        (pathlib.Path(study.workdir) / folder).mkdir(parents=True, exist_ok=True)
+    cells = study.cells()
+    for recipe in cells:
+        _check_record(study, recipe)
+    workers = [
+        multiprocessing.get_context("spawn").Process(
+            target=_work, args=(study, _to_stderr), daemon=True
+        )
+        for _ in range(jobs - 1)
+    ]
+    for worker in workers:
+        worker.start()
+    _work(study, say or _to_stderr)
+    for worker in workers:
+        worker.join()
+    done = sum(_record_path(study, recipe).exists() for recipe in cells)
+    return {"total": len(cells), "done": done, "left": len(cells) - done}
+
+
+def _to_stderr(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def _record_path(study, recipe):
+    return pathlib.Path(study.workdir) / "records" / f"{cell_name(recipe)}.json"
+
+
+def _check_record(study, recipe):
+    path = _record_path(study, recipe)
+    if not path.exists():
+        return
+    record = json.loads(path.read_bytes())
+    expected = _identity(study, recipe)
+    for key, value in expected.items():
+        if record.get(key) != value:
+            raise ValueError(
+                f"{path} is of another study: its {key} is not the one asked for now. "
+                "Choose another working directory."
+            )
+
+
+def _identity(study, recipe):
+    return {
+        "format": RECORD_FORMAT,
+        "parameterization": recipe.parameterization,
+        "block_size": recipe.block_size,
+        "seed": recipe.seed,
+        "scale": study.scale,
+        "model": study.model,
+        "data": study.name,
+        "settings": json.loads(
+            json.dumps({**dataclasses.asdict(recipe), "hashing": study.hashing})
+        ),
+    }
+
+
+def _work(study, say):
+    """Runs cells that are neither done nor taken, one after the other."""
+    data = load_dataset(study.data)
+    runs = pathlib.Path(study.workdir) / "runs"
+    progress = _Progress(study, say)
+    for recipe in study.cells():
+        if _record_path(study, recipe).exists():
+            continue
+        lock = filelock.FileLock(runs / f"{cell_name(recipe)}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            continue
+        try:
+            if not _record_path(study, recipe).exists():
+                _run_cell(study, recipe, data, runs / cell_name(recipe), progress)
+        finally:
+            lock.release()
+
+
+def _run_cell(study, recipe, data: Dataset, folder, progress):
+    # As in a new process: the names of layers are part of the file.
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(recipe.seed % 2**32)
+    net = ARCHITECTURES[study.model](data.x_train.shape[1:], data.num_classes)
+    progress.begin(recipe)
+    result = compress(
+        net,
+        (data.x_train, data.y_train),
+        path=folder.with_suffix(".miracle"),
+        recipe=recipe,
+        hashing=study.hashing,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[
+            "accuracy",
+            keras.metrics.SparseCategoricalCrossentropy(
+                name="cross_entropy", from_logits=True
+            ),
+        ],
+        validation_data=(data.x_test, data.y_test),
+        callbacks=[progress],
+        workdir=folder,
+        keep_posterior=True,
+        overwrite=True,
+        verbose=0,
+    )
+    record = _record(study, recipe, result, data)
+    text = json.dumps(record, separators=(",", ":"), allow_nan=False)
+    write_atomically(_record_path(study, recipe), text.encode(), overwrite=True)
+    progress.say(
+        f"{cell_name(recipe)}: error {record['errors']['decoded']:.2%}, "
+        f"{record['sizes']['file_bytes']:,} bytes, {result.seconds / 60:.0f} minutes"
+    )
+
+
+def _record(study, recipe, result: CompressionResult, data):
+    file = result.file
+    posterior = CodedPosterior.read(
+        pathlib.Path(result.path).with_suffix(".posterior.npz")
+    )
+    last = result.curve[-1]["step"] if result.curve else 0
+    return {
+        **_identity(study, recipe),
+        "versions": {
+            "tfmiracle": tfmiracle.__version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+        "seconds": round(result.seconds, 1),
+        "sizes": {
+            "file_bytes": result.file_bytes,
+            "payload_bytes": file.payload_bytes,
+            "ratio": round(result.ratio, 1),
+            "payload_ratio": round(result.payload_ratio, 1),
+            "blocks": sum(g.layout.num_blocks for g in file.groups),
+            "block_size": recipe.block_size,
+            "block_bits": recipe.block_bits,
+        },
+        "sha256": hashlib.sha256(pathlib.Path(result.path).read_bytes()).hexdigest(),
+        "errors": {
+            stage: round(1 - metrics["accuracy"], 6)
+            for stage, metrics in result.stages.items()
+        },
+        "steps": {
+            "train": recipe.warmup_steps + recipe.train_steps,
+            "total": last,
+        },
+        "curve": _columns(
+            result.curve, ("phase", "step", "cross_entropy", "kl_bits", "accuracy")
+        ),
+        "coding": _columns(
+            result.history, ("step", "blocks", "kl_bits", "max_kl_bits", "over_budget")
+        ),
+        "histograms": _histograms(file, posterior),
+        "pruning": _pruning(file, posterior, recipe.seed, data),
+    }
+
+
+def _columns(rows: Sequence[dict], names):
+    """At most 400 of the rows of each phase, by column, with five digits."""
+    by_phase = {}
+    for row in rows:
+        by_phase.setdefault(row.get("phase"), []).append(row)
+    rows = [r for p in by_phase.values() for r in p[:: max(1, -(-len(p) // 400))]]
+
+    def short(value):
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    return {name: [short(row.get(name)) for row in rows] for name in names}
+
+
+def _histograms(file, posterior):
+    """Of mean and log standard deviation of the weights, for each variable."""
+    histograms = {}
+    for name, place in zip(file.names, file.coded, strict=True):
+        if place is None:
+            continue
+        group, index = place
+        sizes = [v.effective_size for v in file.groups[group].layout.variables]
+        part = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+        values = {
+            "loc": posterior.loc[group][part],
+            "log_scale": np.log(posterior.scale[group][part]),
+        }
+        histograms[name] = {}
+        for key, value in values.items():
+            counts, edges = np.histogram(value, _HISTOGRAM_BINS)
+            histograms[name][key] = {
+                "edges": [float(f"{e:.8g}") for e in edges],
+                "counts": counts.tolist(),
+            }
+    return histograms
+
+
+def _pruning(file, posterior, seed, data):
+    net = to_network(decode(file))
+    return {
+        strategy: {
+            "fractions": list(PRUNED_FRACTIONS),
+            "accuracy": [
+                round(accuracy_of(net, pruned, data.x_test, data.y_test), 5)
+                for pruned in pruned_networks(
+                    file, strategy, PRUNED_FRACTIONS, posterior, seed
+                )
+            ],
+        }
+        for strategy in STRATEGIES
+    }
+
+
+def _processor():
+    """Model of the processor, where the system tells it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(": ")[1] for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()
+
+
+class _Progress(keras.callbacks.Callback):
+    """Prints a line now and then: the run, what it has reached, the time left."""
+
+    def __init__(self, study, say):
+        super().__init__()
+        self._study, self.say = study, say
+        self._trained, self._seconds = 0, 0.0
+
+    def begin(self, recipe):
+        self._recipe = recipe
+        self._last_line = time.monotonic()
+
+    def on_train_begin(self, logs=None):
+        self._last_batch, self._last_time = -1, time.monotonic()
+        self._num_effective = self.model.block_posterior.layout.num_effective
+        # What this run trains after this phase, then the other runs.
+        self._later = 0
+        if not self.model.block_posterior.fixed.any():
+            self._later += self._finetune_steps(self._recipe)
+        if isinstance(self.model.block_posterior, DeterministicPosterior):
+            self._later += self._recipe.train_steps
+        names = [cell_name(recipe) for recipe in self._study.cells()]
+        todo = [
+            recipe
+            for recipe in self._study.cells()
+            if not _record_path(self._study, recipe).exists()
+        ]
+        self._number = f"{names.index(cell_name(self._recipe)) + 1} of {len(names)}"
+        for recipe in todo:
+            if recipe != self._recipe:
+                self._later += recipe.warmup_steps + recipe.train_steps
+                self._later += self._finetune_steps(recipe)
+
+    def _finetune_steps(self, recipe):
+        blocks = -(-self._num_effective // recipe.block_size)
+        rounds = -(-blocks // recipe.blocks_per_round)
+        between = -(-recipe.finetune_steps // STEPS_PER_EXECUTION) * STEPS_PER_EXECUTION
+        return (rounds - 1) * between
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.monotonic()
+        self._trained += batch - self._last_batch
+        self._seconds += now - self._last_time
+        self._last_batch, self._last_time = batch, now
+        if now - self._last_line < _PROGRESS_SECONDS:
+            return
+        self._last_line = now
+        step = self._seconds / self._trained
+        left = (self._later + self.params["steps"] - batch - 1) * step
+        hours, minutes = divmod(int(left / 60), 60)
+        loss = (logs or {}).get("cross_entropy", float("nan"))
+        self.say(
+            f"{cell_name(self._recipe)} ({self._number}): cross-entropy {loss:.4f}, "
+            f"{1000 * step:.0f} ms a step, {hours} h {minutes:02d} min left for one "
+            "process"
+        )
