@@ -14,6 +14,7 @@ from support import GOLDEN, fix_all, run_python
 
 import tfmiracle
 from tfmiracle import cli, compression
+from tfmiracle import run as run_module
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
@@ -72,7 +73,7 @@ def made(tmp_path_factory):
     pair.save(folder / "pair.keras")
     (folder / "broken.keras").write_bytes(b"PK but no archive")
     model = tfmiracle.VariationalModel(
-        net, block_size=16, block_bits=8, hashing={"one/kernel": 2}
+        net, block_size=16, block_bits=8, rules={"one/kernel": "hash=2"}
     )
     to_file(fix_all(model)).write(folder / "net.miracle")
     data = (folder / "net.miracle").read_bytes()
@@ -110,7 +111,8 @@ QUICK = [
 @pytest.fixture
 def short(quick, monkeypatch):
     """Training of as few steps as the flags say."""
-    monkeypatch.setattr(compression, "_STEPS_PER_EXECUTION", 1)
+    for module in (compression, run_module):
+        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
 
 
 def test_compress_and_evaluate_agree(made, tmp_path, short, run):
@@ -120,8 +122,7 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
         f"--data={made / 'data.npz'}",
         f"--model={made / 'net.keras'}",
         f"--output={output}",
-        "--hashing=one/kernel:2,*/bias:3",
-        "--stored=norm/gamma",
+        "--rules=one/kernel:hash=2,*/bias:hash=3,norm/gamma:store",
         *QUICK,
     )
     assert set(result) == SIZES | {
@@ -204,14 +205,23 @@ def test_info(made, run, capsys):
         "name": "one/kernel",
         "shape": [6, 30],
         "treatment": "coded, hashed x2",
+        "reason": "rule one/kernel",
         "bits": 90 * bits,
+        "share": round(90 * bits / 8 / path.stat().st_size, 4),
     }
+    assert rows["one/bias"]["reason"] == "it trains"
+    assert rows["norm/moving_mean"]["reason"] == "it does not train"
+    assert sum(v["share"] for v in result["variables"]) < 1
     assert rows["two/bias"]["treatment"] == "coded"
     assert rows["norm/moving_mean"]["treatment"] == "stored as float32"
     assert rows["norm/moving_mean"]["bits"] == 32 * 30
     assert cli.main(["info", str(path)]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"^one/kernel +6x30 +coded, hashed x2 +45$", table, re.M)
+    assert re.search(
+        r"^one/kernel +6x30 +coded, hashed x2 +rule one/kernel +45 +[\d.]+%$",
+        table,
+        re.M,
+    )
 
 
 def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
@@ -318,7 +328,7 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out == f"{tfmiracle.__version__}\n"
     assert cli.main(["compress", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in ("--block_bits", "--target", "--hashing", "--[no]warm_start"):
+    for flag in ("--block_bits", "--target", "--rules", "--[no]warm_start"):
         assert flag in out
     # Every setting is explained.
     assert "weights in a block" in out and "constant" in out
@@ -369,11 +379,11 @@ BAD = {
     "two inputs": "{compress} --model={made}/pair.keras",
     "broken model": "{compress} --model={made}/broken.keras",
     "images too small": "{compress} --data=digits --model=lenet5",
-    "hashing without a factor": "{compress} --hashing=one/kernel",
-    "hashing with a bad factor": "{compress} --hashing=one/kernel:two",
-    "hashing by 0": "{compress} --hashing=one/kernel:0",
-    "hashing of nothing": "{compress} --hashing=three/kernel:2",
-    "storing of nothing": "{compress} --stored=three/kernel",
+    "rule without a treatment": "{compress} --rules=one/kernel",
+    "rule with a bad treatment": "{compress} --rules=one/kernel:two",
+    "hashing by 0": "{compress} --rules=one/kernel:hash=0",
+    "hashing of nothing": "{compress} --rules=three/kernel:hash=2",
+    "storing of nothing": "{compress} --rules=three/kernel:store",
     "unmeetable target": "{compress} --target=9B",
     "senseless target": "{compress} --target=small",
     "infinite target": "{compress} --target=1e999",

@@ -21,6 +21,7 @@ from tfmiracle.datasets import load_dataset
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
+from tfmiracle.posterior import MeanVarPosterior
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -81,7 +82,7 @@ def test_compress(tmp_path, quick, capsys):
         recipe=dataclasses.replace(
             FAST, warmup_steps=10, blocks_per_round=64, finetune_steps=3
         ),
-        hashing={"one/kernel": 2},
+        rules={"one/kernel": "hash=2"},
         metrics=["accuracy"],
         validation_data=(x, y),
         metadata={"note": "to myself"},
@@ -136,7 +137,13 @@ def test_a_dataset_and_no_validation(tmp_path, short):
     net = small_net()
     net.compile("sgd")
     result = tfmiracle.compress(
-        net, batches, path=path, recipe=short, loss=LOSS, stored=["two/*"], verbose=0
+        net,
+        batches,
+        path=path,
+        recipe=short,
+        loss=LOSS,
+        rules={"two/*": "store"},
+        verbose=0,
     )
     assert result.stages == {}
     file = MiracleFile.read(path)
@@ -235,16 +242,16 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("`loss` is missing", net=net, tmp_path=tmp_path)
     unbuilt = keras.Sequential([layers.Dense(3)])
     refused("no weights yet", net=unbuilt, loss="mse", tmp_path=tmp_path)
-    refused("fits no variable", hashing={"three/kernel": 2}, tmp_path=tmp_path)
-    refused("fits no variable", stored=["three/kernel"], tmp_path=tmp_path)
-    refused("hash_factor", hashing={"one/kernel": 0}, tmp_path=tmp_path)
-    refused("could be coded", stored=["*"], tmp_path=tmp_path)
+    refused("fits no variable", rules={"three/kernel": "hash=2"}, tmp_path=tmp_path)
+    refused("fits no variable", rules={"three/kernel": "store"}, tmp_path=tmp_path)
+    refused("A rule must say", rules={"one/kernel": "hash=0"}, tmp_path=tmp_path)
+    refused("could be coded", rules={"*": "store"}, tmp_path=tmp_path)
     refused("`target` must be", target="small", tmp_path=tmp_path)
     refused("cannot be met", target=10, tmp_path=tmp_path)
     refused("JSON", metadata={"x": object()}, error=TypeError, tmp_path=tmp_path)
     refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
     refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
-    refused("list of patterns", stored="*/bias", tmp_path=tmp_path)
+    refused("`rules` must be a dict", rules="*/bias", tmp_path=tmp_path)
     none = tmp_path / "none" / "net.miracle"
     refused("not exist", path=none, error=FileNotFoundError, tmp_path=tmp_path)
 
@@ -282,8 +289,8 @@ WORDS = {"words": [n * 37 % 1000 for n in range(200)]}
     "target, options",
     [
         (1500, {}),
-        ("2.6 kB", {"stored": ["*/bias"]}),
-        ("21x", {"hashing": {"one/kernel": 3}}),
+        ("2.6 kB", {"rules": {"*/bias": "store"}}),
+        ("21x", {"rules": {"one/kernel": "hash=3"}}),
         ("2.5 bits", {"metadata": WORDS}),
     ],
 )
@@ -508,7 +515,7 @@ def test_configurations_are_valid(path):
     values, recipe = flags_of(path)
     assert values.output is None
     assert values.model in ("lenet5", "digits_cnn")
-    cli._hashing(values.hashing)
+    cli._rules(values.rules)
     assert recipe.train_steps > 0
     if values.target is not None:
         target_bytes(values.target, 10_000)
@@ -517,7 +524,11 @@ def test_configurations_are_valid(path):
 @pytest.mark.parametrize("block_size", [20, 30, 40])
 def test_configurations_of_the_paper(block_size):
     values, recipe = flags_of(CONFIGS / f"lenet5_mnist_b{block_size}.flags")
-    assert recipe == dataclasses.replace(PAPER, block_size=block_size)
-    assert values.model == "lenet5" and values.stored == []
-    assert cli._hashing(values.hashing) == {"conv2/kernel": 2, "dense1/kernel": 64}
+    unused = {name: getattr(Recipe(), name) for name in MeanVarPosterior.OPTIONS}
+    assert recipe == dataclasses.replace(PAPER, block_size=block_size, **unused)
+    assert values.model == "lenet5"
+    assert cli._rules(values.rules) == {
+        "conv2/kernel": "hash=2",
+        "dense1/kernel": "hash=64",
+    }
     assert values.target is None and values.validation_fraction == 0

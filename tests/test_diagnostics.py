@@ -24,7 +24,11 @@ def whole(parameterization="mean_kl"):
         ]
     )
     return tfmiracle.VariationalModel(
-        net, parameterization, block_size=9, hashing={"one/kernel": 2}, log_scale=-0.5
+        net,
+        parameterization,
+        block_size=9,
+        rules={"one/kernel": "hash=2"},
+        log_scale=-0.5,
     )
 
 

@@ -227,7 +227,7 @@ def test_a_saved_model_holds_its_weights_once(tmp_path):
     model = VariationalModel(sequential())
     assert not model._trainable_variables
     assert not model._non_trainable_variables
-    assert len(model.weights) == 4 + 6
+    assert len(model.weights) == 4 + 8
 
 
 # Compiled.
@@ -248,7 +248,7 @@ def mixing_model(seed):
         ]
     )
     model = VariationalModel(
-        net, block_size=5, kl_bits=60, seed=seed, hashing={"kernel": 2}
+        net, block_size=5, kl_bits=60, seed=seed, rules={"kernel": "hash=2"}
     )
     model.compile(keras.optimizers.Adam(0.05), "mse")
     return model
@@ -314,7 +314,9 @@ def test_frozen_layers_are_left_out(eager):
 
 def test_stored_weights_train_as_usual(tmp_path, eager):
     net = normalized()
-    model = VariationalModel(net, block_size=4, stored=["gamma", "beta", "*/bias"])
+    model = VariationalModel(
+        net, block_size=4, rules={"gamma": "store", "beta": "store", "*/bias": "store"}
+    )
     assert [v.name for v in model.coded_variables] == ["kernel", "kernel"]
     names = sorted(v.name for v in model.trainable_variables)
     assert names == sorted([*PARAMETERS, "bias", "gamma", "beta", "bias"])
@@ -330,18 +332,22 @@ def test_stored_weights_train_as_usual(tmp_path, eager):
 
 
 @pytest.mark.parametrize(
-    "make, hashing, factors",
+    "make, rules, factors",
     [
-        (sequential, {"kernel": 3}, [3, 1, 3, 1]),
-        (sequential, {"*": 4, "bias": 1}, [4, 1, 4, 1]),
-        (nested, {"one/fc/kernel": 2}, None),
-        (nested, {"one/fc/*": 2, "shared/kernel": 5, "out/*": 3}, None),
-        (nested_sequential, {"outer/one/fc/kernel": 2}, [2, 1, 1, 1]),
+        (sequential, {"kernel": "hash=3"}, [3, 1, 3, 1]),
+        (sequential, {"*": "hash=4", "bias": "code"}, [4, 1, 4, 1]),
+        (nested, {"one/fc/kernel": "hash=2"}, None),
+        (
+            nested,
+            {"one/fc/*": "hash=2", "shared/kernel": "hash=5", "out/*": "hash=3"},
+            None,
+        ),
+        (nested_sequential, {"outer/one/fc/kernel": "hash=2"}, [2, 1, 1, 1]),
     ],
 )
-def test_hashing_patterns_survive_saving(make, hashing, factors, tmp_path, eager):
+def test_rules_survive_saving(make, rules, factors, tmp_path, eager):
     # A wide prior, so that no mean is cut off.
-    model = VariationalModel(make(), block_size=4, hashing=hashing, log_scale=0.0)
+    model = VariationalModel(make(), block_size=4, rules=rules, log_scale=0.0)
     coded = model.block_posterior.layout.variables
     if factors:
         assert [v.hash_factor for v in coded] == factors
@@ -464,7 +470,7 @@ def test_regularizers_see_the_sample_and_are_counted_once(eager):
             layers.Dense(2, bias_regularizer=square, bias_initializer="ones"),
         ]
     )
-    model = VariationalModel(net, block_size=4, stored=["*/bias"])
+    model = VariationalModel(net, block_size=4, rules={"*/bias": "store"})
     y = model(X)
     kernel = model.block_posterior(training=False)[0].numpy()
     activity = np.abs(X @ kernel + net.layers[0].bias.numpy()).sum() / len(X)
@@ -496,7 +502,7 @@ def test_materialized_samples(eager):
 
 
 def test_deterministic_training_of_a_hashed_net_and_a_warm_start_from_it(eager):
-    options = {"block_size": 4, "seed": 3, "hashing": {"kernel": 3}}
+    options = {"block_size": 4, "seed": 3, "rules": {"kernel": "hash=3"}}
     net = sequential()
     model = VariationalModel(net, "deterministic", **options)
     assert [v.name for v in model.trainable_variables] == ["log_coding_scale", "loc"]
@@ -536,8 +542,7 @@ def test_configuration_round_trip():
         "block_bits": 11,
         "kl_bits": 9.5,
         "codebook": "shared",
-        "hashing": {"kernel": 2},
-        "stored": ["*/bias"],
+        "rules": {"kernel": "hash=2 own_scale", "*/bias": "store=float16"},
         "log_scale": -1.5,
         "quota_rate": 3.0,
         "log_scale_rate": 2.0,
@@ -557,7 +562,7 @@ def test_configuration_round_trip():
     assert (posterior.block_bits, posterior.kl_bits) == (11, 9.5)
     assert (posterior.quota_rate, posterior.log_scale_rate) == (3.0, 2.0)
     clone = keras.models.clone_model(model)
-    assert clone.get_config()["coded"] == config["coded"]
+    assert clone.get_config()["treatments"] == config["treatments"]
 
 
 def test_integer_weights_are_not_coded():
@@ -581,18 +586,17 @@ def test_summary_counts_what_trains(capsys):
     text = "\n".join(lines)
     # 51 weights in 13 blocks of 4, two scales.
     assert f"Trainable params: {2 * 52 + 2}" in text
-    assert f"Non-trainable params: {51 + 2 + 52 + 13}" in text
+    assert f"Non-trainable params: {51 + 2 + 3 * 52 + 13}" in text
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"hashing": {"conv/kernel": 2}}, r"`hashing`.*'conv/kernel'.*/kernel"),
-        ({"stored": ["gamma"]}, r"`stored`.*'gamma'.*/kernel"),
-        ({"hashing": {"bias": 2}, "stored": ["bias"]}, "`hashing`.*'bias'"),
-        ({"stored": ["*"]}, "'net'.*no trainable weights"),
+        ({"rules": {"conv/kernel": "hash=2"}}, r"`rules`.*'conv/kernel'.*/kernel"),
+        ({"rules": {"gamma": "store"}}, r"`rules`.*'gamma'.*/kernel"),
+        ({"rules": {"*": "store"}}, "'net'.*no trainable weights"),
         ({"parameterization": "other"}, "`parameterization`.*'other'"),
-        ({"hashing": {"kernel": 1.5}}, "`hash_factor`.* 1.5"),
+        ({"rules": {"kernel": "hash=1.5"}}, "A rule must say.* 'hash=1.5'"),
         ({"block_size": -1}, "`block_size`.* -1"),
         ({"block_bits": 64}, "`block_bits`.*=64"),
         ({"kl_bits": float("nan")}, "`kl_bits`.*=nan"),

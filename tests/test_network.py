@@ -166,7 +166,7 @@ class Composite(layers.Layer):
 def test_loading_after_other_models_were_built(tmp_path):
     """Keras numbers layers anew; nothing may depend on the numbers."""
     net = keras.Sequential([layers.Input((6,)), Composite(), small_net()])
-    model = fix_all(variational(net, hashing={"*/kernel": 2}))
+    model = fix_all(variational(net, rules={"*/kernel": "hash=2"}))
     x = batch((6,))
     first = through_file(model, tmp_path)
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_frozen_and_stored_variables_come_back_exactly(tmp_path):
         ]
     )
     net.layers[0].adapt(batch((6,)))
-    model = variational(net, stored=["coded/bias"])
+    model = variational(net, rules={"coded/bias": "store"})
     file = to_file(fix_all(model))
     treatment = {n.rpartition("/")[2]: [] for n in file.names}
     for name, place in zip(file.names, file.coded, strict=True):
@@ -233,7 +233,7 @@ def test_dtype_policies_come_back(tmp_path, policy, stored_as):
     norm = layers.BatchNormalization(dtype=policy)
     net = keras.Sequential([layers.Input((6,)), layers.Dense(5, dtype=policy), norm])
     norm.set_weights([np.linspace(0.1, 3, 5)] * 4)
-    model = fix_all(variational(net, stored=["*/gamma"]))
+    model = fix_all(variational(net, rules={"*/gamma": "store"}))
     assert {v.dtype.name for v in to_file(model).stored} == {stored_as}
     decoded = through_file(model, tmp_path)
     assert [layer.dtype_policy.name for layer in decoded.layers] == [policy] * 2

@@ -30,7 +30,7 @@ def hashed_file():
         ]
     )
     model = tfmiracle.VariationalModel(
-        net, block_size=8, hashing={"one/kernel": 2}, stored=["norm/*"]
+        net, block_size=8, rules={"one/kernel": "hash=2", "norm/*": "store"}
     )
     return to_file(fix_all(model))
 

@@ -145,8 +145,8 @@ def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):
     state = (tmp_path / "work" / "state.npz").read_bytes()
     with pytest.raises(ValueError, match="other settings: recipe differ"):
         compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
-    with pytest.raises(ValueError, match="other settings: loss, stored differ"):
-        compress(tmp_path, loss="mse", stored=["two/*"])
+    with pytest.raises(ValueError, match="other settings: loss, rules differ"):
+        compress(tmp_path, loss="mse", rules={"two/*": "store"})
     x, y = data()
     with pytest.raises(ValueError, match="other settings: validation_data differ"):
         compress(tmp_path, validation_data=(x + 1, y))
@@ -238,7 +238,7 @@ def test_sigkill(tmp_path):
 
     def command(folder):
         arguments = (
-            "compress --data=digits --model=digits_cnn --hashing=dense1/kernel:64 "
+            "compress --data=digits --model=digits_cnn --rules=dense1/kernel:hash=64 "
             "--block_size=400 --block_bits=8 --warmup_steps=60 --train_steps=150 "
             f"--blocks_per_round=2 --finetune_steps=10 --output={folder}/net.miracle "
             f"--workdir={folder}/work --json"

@@ -159,7 +159,7 @@ def test_a_working_directory_belongs_to_one_study(small):
         {"scale": 1.0},
         {"name": "other"},
         {"recipe": dataclasses.replace(RECIPE, learning_rate=0.1)},
-        {"hashing": {"one/kernel": 2}},
+        {"rules": {"one/kernel": "hash=2"}},
     ):
         with pytest.raises(
             ValueError, match=r"mean_kl_b10_s0\.json is of another study"
@@ -210,7 +210,7 @@ def test_the_papers_grid():
         tuple(cli._integers("block_sizes", values.block_sizes)),
         tuple(cli._integers("seeds", values.seeds)),
         values.model,
-        cli._hashing(values.hashing),
+        cli._rules(values.rules),
         values.mean_var_train_steps,
         values.scale,
     )
@@ -224,14 +224,14 @@ def test_the_papers_grid():
         block_size=40,
         seed=9,
     )
-    assert made.hashing == {"conv2/kernel": 2, "dense1/kernel": 64}
+    assert made.rules == {"conv2/kernel": "hash=2", "dense1/kernel": "hash=64"}
 
 
 @pytest.mark.slow
 def test_the_command_with_two_processes(tmp_path, capsys):
     arguments = (
         f"study --data=digits --model=digits_cnn --workdir={tmp_path}/w --scale=0.5 "
-        "--hashing=dense1/kernel:64,conv2/kernel:8 --block_sizes=500 --seeds=3 "
+        "--rules=dense1/kernel:hash=64,conv2/kernel:hash=8 --block_sizes=500 --seeds=3 "
         "--block_bits=6 --kl_bits=5 --train_steps=40 --blocks_per_round=20 "
         "--finetune_steps=20 --jobs=2 --json"
     ).split()

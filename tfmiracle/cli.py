@@ -31,6 +31,7 @@ from tfmiracle.miracle_file import MiracleFile, check_output, write_atomically
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
+from tfmiracle.rules import Treatment, match_path
 
 _DATA_HELP = (
     "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
@@ -153,13 +154,7 @@ def _define_compress(values):
         "Hold out this part of the training set and report errors on it instead of the "
         "test set, for choosing settings.",
     )
-    _define_hashing(values)
-    flags.DEFINE_list(
-        "stored",
-        [],
-        "Patterns of variables to store instead of coding them, as in */bias.",
-        flag_values=values,
-    )
+    _define_rules(values)
     string(
         "workdir",
         None,
@@ -175,11 +170,12 @@ def _define_compress(values):
     _define_recipe(values)
 
 
-def _define_hashing(values):
+def _define_rules(values):
     flags.DEFINE_list(
-        "hashing",
+        "rules",
         [],
-        "Hash factors of variables, as in conv2/kernel:2,dense1/kernel:64.",
+        "How variables are treated, PATTERN:TREATMENT, as in conv2/kernel:hash=2, "
+        "conv1/kernel:own_scale, */bias:store or */bias:store=float16.",
         flag_values=values,
     )
 
@@ -222,8 +218,7 @@ def _compress(values):
         values.target,
         values.output,
         recipe,
-        hashing=_hashing(values.hashing),
-        stored=values.stored,
+        rules=_rules(values.rules),
         metrics=["accuracy"],
         validation_data=(data.x_test, data.y_test),
         workdir=values.workdir,
@@ -309,16 +304,18 @@ def _check_fit(net, data: Dataset):
         )
 
 
-def _hashing(items):
-    hashing = {}
+def _rules(items):
+    rules = {}
     for item in items:
-        pattern, separator, factor = item.rpartition(":")
-        if not separator or not factor.isdigit() or int(factor) < 1:
+        pattern, separator, treatment = item.rpartition(":")
+        if not separator:
             raise ValueError(
-                f"--hashing has {item!r}; write PATTERN:FACTOR, as in dense1/kernel:64"
+                f"--rules has {item!r}; write PATTERN:TREATMENT, as in "
+                "dense1/kernel:hash=64"
             )
-        hashing[pattern] = int(factor)
-    return hashing
+        Treatment.parse(treatment)
+        rules[pattern] = treatment
+    return rules
 
 
 def _error(metrics):
@@ -380,7 +377,7 @@ def _define_study(values):
     string("data", None, _DATA_HELP)
     string("workdir", None, "Folder of the study; started again, it goes on.")
     string("model", "lenet5", "'lenet5' or 'digits_cnn'.")
-    _define_hashing(values)
+    _define_rules(values)
     for name, default, text in (
         ("parameterizations", ["mean_kl", "mean_var"], "Parameterizations to run."),
         ("block_sizes", ["20", "30", "40"], "Block sizes to run."),
@@ -416,7 +413,7 @@ def _study(values):
         tuple(_integers("block_sizes", values.block_sizes)),
         tuple(_integers("seeds", values.seeds)),
         values.model,
-        _hashing(values.hashing),
+        _rules(values.rules),
         values.mean_var_train_steps,
         values.scale,
         pathlib.Path(values.data).stem,
@@ -578,41 +575,64 @@ def _evaluate(values, path):
 
 def _info(values, path):
     file = MiracleFile.read(path)
+    size = os.path.getsize(path)
     variables = []
     stored = iter(file.stored)
     for name, place in zip(file.names, file.coded, strict=True):
         if place is None:
             value = next(stored)
-            row = {
-                "shape": list(value.shape),
-                "treatment": f"stored as {value.dtype.name}",
-                "bits": 8 * value.nbytes,
-            }
+            shape, bits = value.shape, 8 * value.nbytes
+            treatment = f"stored as {value.dtype.name}"
         else:
             group = file.groups[place[0]]
             v = group.layout.variables[place[1]]
+            shape = v.shape
             bits = v.effective_size * group.block_bits / group.layout.block_size
-            row = {
-                "shape": list(v.shape),
-                "treatment": f"coded, hashed x{v.hash_factor}"
-                if v.hash_factor > 1
-                else "coded",
+            treatment = "coded"
+            if v.hash_factor > 1:
+                treatment += f", hashed x{v.hash_factor}"
+        variables.append(
+            {
+                "name": name,
+                "shape": list(shape),
+                "treatment": treatment,
+                "reason": _reason(name, place, file.metadata.get("rules")),
                 "bits": round(bits, 1),
+                "share": round(bits / (8 * size), 4),
             }
-        variables.append({"name": name, **row})
+        )
     return {
-        **_sizes(file, os.path.getsize(path)),
+        **_sizes(file, size),
         "variables": variables,
         "metadata": file.metadata,
     }
 
 
+def _reason(name, place, rules):
+    fitting = [
+        pattern
+        for pattern, treatment in (rules.items() if isinstance(rules, dict) else ())
+        if match_path(name, pattern)
+        and (place is None) == str(treatment).startswith("store")
+    ]
+    if fitting:
+        return f"rule {fitting[-1]}"
+    return "it does not train" if place is None else "it trains"
+
+
 def _show_info(r):
-    rows = [("variable", "shape", "treatment", "bits")] + [
-        (v["name"], "x".join(map(str, v["shape"])), v["treatment"], f"{v['bits']:,.0f}")
+    rows = [("variable", "shape", "treatment", "reason", "bits", "share")] + [
+        (
+            v["name"],
+            "x".join(map(str, v["shape"])),
+            v["treatment"],
+            v["reason"],
+            f"{v['bits']:,.0f}",
+            f"{v['share']:.1%}",
+        )
         for v in r["variables"]
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
         for row in rows

@@ -76,8 +76,7 @@ def compress(
     path: str | os.PathLike = "model.miracle",
     recipe: Recipe | None = None,
     *,
-    hashing: dict[str, int] | None = None,
-    stored: Sequence[str] | None = None,
+    rules: dict[str, str] | None = None,
     loss=None,
     metrics: Sequence | None = None,
     validation_data=None,
@@ -99,7 +98,7 @@ def compress(
         exceeded. By default what `recipe.block_size` gives.
       path: the file to write.
       recipe: the settings; `Recipe()` by default.
-      hashing, stored: see `VariationalModel`.
+      rules: see `VariationalModel`.
       loss: loss as for `compile`; by default that of `model`, with its loss weights.
       metrics: metrics as for `compile`.
       validation_data: `(x, y)` or a `tf.data.Dataset`, evaluated after every stage.
@@ -151,14 +150,11 @@ def compress(
         )
     batches = _training_batches(data, recipe)
     if target is not None:
-        size = block_size_for(
-            net, target, recipe, hashing=hashing, stored=stored, metadata=metadata
-        )
+        size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
         recipe = dataclasses.replace(recipe, block_size=size)
     settings = {
         "recipe": dataclasses.asdict(recipe),
-        "hashing": hashing,
-        "stored": stored and list(stored),
+        "rules": rules,
         "metadata": metadata,
         "keep_posterior": keep_posterior,
         "loss": _description(loss),
@@ -170,8 +166,7 @@ def compress(
     }
     layout = {
         "block_size": recipe.block_size,
-        "hashing": hashing,
-        "stored": stored,
+        "rules": rules,
         "seed": recipe.seed,
     }
 
@@ -247,15 +242,14 @@ def block_size_for(
     target: str | int,
     recipe: Recipe | None = None,
     *,
-    hashing: dict[str, int] | None = None,
-    stored: Sequence[str] | None = None,
+    rules: dict[str, str] | None = None,
     metadata: dict | None = None,
 ) -> int:
     """The smallest block size with which the file of `net` is no larger than `target`.
 
     Args:
       net: a built Keras model.
-      target, hashing, stored, metadata: see `compress`.
+      target, rules, metadata: see `compress`.
       recipe: `block_bits` and what else of it decides the size.
 
     Raises:
@@ -267,8 +261,7 @@ def block_size_for(
         block_size=sum(int(np.prod(v.shape)) for v in net.weights),
         block_bits=recipe.block_bits,
         codebook=recipe.codebook,
-        hashing=hashing,
-        stored=stored,
+        rules=rules,
         seed=recipe.seed,
     )
     posterior = probe.block_posterior

@@ -3,7 +3,8 @@
 import keras
 
 from tfmiracle.layers import VariationalLayer
-from tfmiracle.posterior import BlockPosterior, match_path, posterior_over
+from tfmiracle.posterior import BlockPosterior, posterior_over
+from tfmiracle.rules import Treatment, treat
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
@@ -29,10 +30,10 @@ class VariationalModel(keras.Model):
       kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
       codebook: "per_block", the paper's, or "shared" by all blocks, which makes coding
         many blocks at once faster.
-      hashing: pattern of a variable's path -> hash factor (Chen et al. 2015), for
-        example `{"conv2/kernel": 2, "dense1/kernel": 64}`.
-      stored: patterns of trainable variables that are not coded, but trained as usual
-        and stored in full.
+      rules: pattern of a variable's path -> how it is treated, for example
+        `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
+        is coded, and the rest stored as it is. A trainable variable that is stored is
+        trained as usual. See `tfmiracle.rules.Treatment`.
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale: initial log standard deviation of the coding distribution, for a cold
         start.
@@ -41,9 +42,9 @@ class VariationalModel(keras.Model):
       log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
         `MeanVarPosterior`.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
-      coded: for each weight of `net`, its path if it is coded, else None; by default
-        chosen as described above. A saved model needs it, since Keras gives the weights
-        of a loaded `net` other paths.
+      treatments: path and treatment of each weight of `net`; by default `rules` give
+        them. A saved model needs it, since Keras gives the weights of a loaded `net`
+        other paths.
 
     Raises:
       ValueError: if `net` is not built or has nothing to code, a pattern fits nothing,
@@ -59,8 +60,7 @@ class VariationalModel(keras.Model):
         block_bits: int = 20,
         kl_bits: float | None = None,
         codebook: str = "per_block",
-        hashing: dict[str, int] | None = None,
-        stored: list[str] | None = None,
+        rules: dict[str, str] | None = None,
         warm_start: bool = False,
         log_scale: float = -2.0,
         log_scale_rate: float = 1.0,
@@ -70,7 +70,7 @@ class VariationalModel(keras.Model):
         beta: float = 1e-8,
         beta_rate: float = 5e-5,
         seed: int = 0,
-        coded: list[str | None] | None = None,
+        treatments: list[tuple[str, str]] | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -81,16 +81,18 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         self.net = net
-        if isinstance(stored, str):
+        weights = plain_weights(net)
+        if treatments is None:
+            paths = [v.path for v in weights]
+            codable = set(map(id, codable_variables(net)))
+            treated = treat(paths, [id(v) in codable for v in weights], rules)
+        else:
+            paths, texts = zip(*treatments)
+            treated = [Treatment.parse(text) for text in texts]
+        if len(treated) != len(weights):
             raise ValueError(
-                f"`stored` must be a list of patterns. Received: stored={stored!r}"
-            )
-        if coded is None:
-            coded = _coded_paths(net, stored or [])
-        elif len(coded) != len(plain_weights(net)):
-            raise ValueError(
-                "`coded` must have an entry for each weight of `net`, "
-                f"{len(plain_weights(net))}. Received: {len(coded)}"
+                f"`treatments` must have an entry for each weight of `net`, "
+                f"{len(weights)}. Received: {len(treated)}"
             )
         self._options = {
             "parameterization": parameterization,
@@ -98,8 +100,7 @@ class VariationalModel(keras.Model):
             "block_bits": block_bits,
             "kl_bits": kl_bits,
             "codebook": codebook,
-            "hashing": dict(hashing or {}),
-            "stored": list(stored or []),
+            "rules": dict(rules or {}),
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
             "quota_rate": quota_rate,
@@ -108,22 +109,31 @@ class VariationalModel(keras.Model):
             "beta": beta,
             "beta_rate": beta_rate,
             "seed": seed,
-            "coded": list(coded),
+            "treatments": [(p, str(t)) for p, t in zip(paths, treated)],
         }
-        variables = [v for v, path in zip(plain_weights(net), coded) if path]
-        if not variables:
+        coded = [
+            (v, path, t)
+            for v, path, t in zip(weights, paths, treated, strict=True)
+            if not t.stored
+        ]
+        if not coded:
             raise ValueError(
                 f"`net` ({net.name!r}) has no trainable weights that could be coded."
             )
         # Not the variables, which Keras would save twice.
-        self._coded = frozenset(map(id, variables))
+        self._coded = frozenset(id(v) for v, _, _ in coded)
+        self.rules = dict(rules or {})
+        self.stored_dtypes = [t.dtype for t in treated if t.stored]
         options = {
-            k: v for k, v in self._options.items() if k not in ("stored", "coded")
+            k: v for k, v in self._options.items() if k not in ("rules", "treatments")
         }
         self.block_posterior = posterior_over(
-            variables,
+            [v for v, _, _ in coded],
+            hash_factors=[t.hash_factor for _, _, t in coded],
+            scale_groups=[
+                path if t.own_scale else path.rpartition("/")[0] for _, path, t in coded
+            ],
             warm_start=warm_start,
-            paths=[path for path in coded if path],
             name="posterior",
             **options,
         )
@@ -228,23 +238,6 @@ def codable_variables(net: keras.Model) -> list[keras.Variable]:
         for v in plain_weights(net)
         if (v.trainable or id(v) in covered) and "float" in v.dtype
     ]
-
-
-def _coded_paths(net, stored):
-    """For each of `plain_weights(net)` its path, or None if it is not coded."""
-    codable = codable_variables(net)
-    for pattern in stored:
-        if not any(match_path(v.path, pattern) for v in codable):
-            raise ValueError(
-                f"`stored` has a pattern {pattern!r} that fits no variable. "
-                f"The variables are: {', '.join(v.path for v in codable)}"
-            )
-    coded = {
-        id(v)
-        for v in codable
-        if not any(match_path(v.path, pattern) for pattern in stored)
-    }
-    return [v.path if id(v) in coded else None for v in plain_weights(net)]
 
 
 def plain_weights(model: keras.Model) -> list[keras.Variable]:

@@ -49,13 +49,16 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         )
         for posterior, _ in parts
     ]
-    stored = [
-        _storable(v) for v, place in zip(variables, coded, strict=True) if place is None
-    ]
+    stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
+    rules, dtypes = None, [None] * len(stored)
+    if isinstance(model, VariationalModel):
+        rules, dtypes = model.rules, model.stored_dtypes
+    stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
         "tfmiracle": tfmiracle.__version__,
         "parameterization": [type(posterior).__name__ for posterior, _ in parts],
         "kl_bits": [getattr(posterior, "kl_bits", None) for posterior, _ in parts],
+        **({"rules": rules} if rules else {}),
         **(metadata or {}),
     }
     return MiracleFile(
@@ -215,7 +218,7 @@ def _names(model, variables) -> list[str]:
     return names
 
 
-def _storable(variable) -> np.ndarray:
+def _storable(variable, dtype: str | None) -> np.ndarray:
     value = keras.ops.convert_to_numpy(variable)
     if value.dtype.name == "bfloat16":  # NumPy has no such type; float32 holds it
         return value.astype(np.float32)
@@ -224,4 +227,13 @@ def _storable(variable) -> np.ndarray:
             f"Variable {variable.path} has dtype {value.dtype}, which a .miracle file "
             "cannot store."
         )
-    return value
+    if dtype is None or value.dtype.kind != "f":
+        return value
+    with np.errstate(over="ignore"):
+        short = value.astype(dtype)
+    if not np.array_equal(np.isfinite(short), np.isfinite(value)):
+        raise ValueError(
+            f"Variable {variable.path} has values up to {np.max(np.abs(value)):g}, too "
+            f"large for {dtype}. Store it as it is."
+        )
+    return short

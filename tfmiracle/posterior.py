@@ -1,6 +1,5 @@
 """The posterior Q over the effective weights, in blocks, and what is fixed of it."""
 
-import fnmatch
 import math
 from collections.abc import Sequence
 
@@ -541,53 +540,44 @@ def posterior_over(
     *,
     block_size: int,
     seed: int,
-    hashing: dict[str, int] | None = None,
+    hash_factors: Sequence[int] | None = None,
+    scale_groups: Sequence[str] | None = None,
     warm_start: bool = False,
     log_scale: float = -2.0,
-    paths: Sequence[str] | None = None,
     **options,
 ) -> BlockPosterior:
     """Builds a posterior over Keras variables, started at their present values.
-
-    Variables of the same layer share a coding scale.
 
     Args:
       variables: the variables.
       parameterization: a key of `PARAMETERIZATIONS`.
       block_size, seed: see `WeightLayout`.
-      hashing: pattern of a variable's path -> hash factor, see `match_path`; where
-        several fit, the last one counts.
+      hash_factors: hash factor of each variable, 1 by default; see `CodedVariable`.
+      scale_groups: a name for each variable; those with the same name share a coding
+        scale. By default, those of the same layer do.
       warm_start, log_scale: see `BlockPosterior.initialize`.
-      paths: paths of the variables, which tell their layers; by default Keras'.
       **options: passed to the posterior's constructor, without those that only other
         parameterizations have.
 
     Raises:
-      ValueError: if an argument is out of range, a pattern of `hashing` fits no
-        variable, or a value is not finite.
+      ValueError: if an argument is out of range or a value is not finite.
     """
     if parameterization not in PARAMETERIZATIONS:
         raise ValueError(
             f"`parameterization` must be one of {sorted(PARAMETERIZATIONS)}. "
             f"Received: parameterization={parameterization!r}"
         )
-    paths = [v.path for v in variables] if paths is None else paths
-    factors = [1] * len(paths)
-    for pattern, factor in (hashing or {}).items():
-        matches = [i for i, path in enumerate(paths) if match_path(path, pattern)]
-        if not matches:
-            raise ValueError(
-                f"`hashing` has a pattern {pattern!r} that fits no variable. "
-                f"The variables are: {', '.join(paths)}"
-            )
-        for i in matches:
-            factors[i] = factor
-    layers = [path.rpartition("/")[0] for path in paths]
-    groups = {layer: i for i, layer in enumerate(dict.fromkeys(layers))}
+    if hash_factors is None:
+        hash_factors = [1] * len(variables)
+    if scale_groups is None:
+        scale_groups = [v.path.rpartition("/")[0] for v in variables]
+    number = {group: i for i, group in enumerate(dict.fromkeys(scale_groups))}
     layout = WeightLayout(
         [
-            CodedVariable(tuple(v.shape), factor, groups[layer])
-            for v, factor, layer in zip(variables, factors, layers, strict=True)
+            CodedVariable(tuple(v.shape), factor, number[group])
+            for v, factor, group in zip(
+                variables, hash_factors, scale_groups, strict=True
+            )
         ],
         block_size,
         seed,
@@ -600,16 +590,6 @@ def posterior_over(
         [keras.ops.convert_to_numpy(v) for v in variables], warm_start, log_scale
     )
     return posterior
-
-
-def match_path(path: str, pattern: str) -> bool:
-    """Whether a shell pattern fits the end of a variable's path.
-
-    "conv2/kernel" fits "lenet5/conv2/kernel", and "*/kernel" fits every kernel.
-    """
-    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(
-        path, f"*/{pattern}"
-    )
 
 
 def _check_positive(**numbers):

@@ -171,8 +171,8 @@ class Run:
             if coding is not None:
                 coding.resume(self._coding)
         coders = [] if coding is None else [coding]
+        self._say(phase, start, total)
         if start < total:
-            self._say(phase, start, total)
             model.fit(
                 batches(phase, start),
                 steps_per_epoch=total - start,
@@ -185,7 +185,7 @@ class Run:
                 ],
             )
         elif coders:  # nothing to train, but all to code
-            everything = keras.callbacks.CallbackList(coders, model=model)
+            everything = keras.callbacks.CallbackList(coders, model=model, verbose=0)
             everything.on_train_begin()
             everything.on_train_end()
         self._steps_before += total

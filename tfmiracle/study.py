@@ -46,7 +46,7 @@ class Study:
       recipe: the settings common to all runs.
       parameterizations, block_sizes, seeds: the grid.
       model: a key of `ARCHITECTURES`.
-      hashing: see `VariationalModel`.
+      rules: see `VariationalModel`.
       mean_var_train_steps: steps of variational training for "mean_var", which needs
         more of them for its annealing; by default as many as `recipe` says.
       scale: fraction of the steps, in all phases, to make a long study small. The
@@ -61,7 +61,7 @@ class Study:
     block_sizes: tuple[int, ...] = (20, 30, 40)
     seeds: tuple[int, ...] = tuple(range(10))
     model: str = "lenet5"
-    hashing: dict[str, int] | None = None
+    rules: dict[str, str] | None = None
     mean_var_train_steps: int | None = None
     scale: float = 1.0
     name: str = "data"
@@ -185,7 +185,7 @@ def _identity(study, recipe):
         "model": study.model,
         "data": study.name,
         "settings": json.loads(
-            json.dumps({**dataclasses.asdict(recipe), "hashing": study.hashing})
+            json.dumps({**dataclasses.asdict(recipe), "rules": study.rules})
         ),
     }
 
@@ -221,7 +221,7 @@ def _run_cell(study, recipe, data: Dataset, folder, progress):
         (data.x_train, data.y_train),
         path=folder.with_suffix(".miracle"),
         recipe=recipe,
-        hashing=study.hashing,
+        rules=study.rules,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[
             "accuracy",
