@@ -13,12 +13,13 @@ from keras import layers
 from support import GOLDEN, fix_all, run_python
 
 import tfmiracle
-from tfmiracle import cli, compression
+from tfmiracle import CodedPosterior, cli, compression
 from tfmiracle import run as run_module
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
-from tfmiracle.network import to_file
+from tfmiracle.network import accuracy_of, to_file, to_network
+from tfmiracle.pruning import STRATEGIES, pruned_networks
 
 SIZES = {
     "file_bytes",
@@ -78,6 +79,11 @@ def made(tmp_path_factory):
     to_file(fix_all(model)).write(folder / "net.miracle")
     data = (folder / "net.miracle").read_bytes()
     (folder / "short.miracle").write_bytes(data[:-7])
+    loc = rng.normal(size=model.block_posterior.layout.num_effective)
+    loc = loc.astype(np.float32)
+    CodedPosterior([loc], [np.exp(loc[::-1])]).write(folder / "net.posterior.npz")
+    five = CodedPosterior([loc[:5]], [np.ones(5, np.float32)])
+    five.write(folder / "five.posterior.npz")
     (folder / "not.miracle").write_bytes(b"something else")
     (folder / "bad.flags").write_text("--block_size=7\n--no_such_flag=1\n")
     return folder
@@ -275,6 +281,54 @@ def test_decode_with_names_that_mean_something_to_numpy(tmp_path, run):
             np.testing.assert_array_equal(archive[name], value)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_prune(made, run, strategy):
+    path, data = made / "net.miracle", made / "data.npz"
+    posterior = made / "net.posterior.npz"
+    result = run(
+        "prune",
+        path,
+        f"--data={data}",
+        f"--strategy={strategy}",
+        f"--posterior={posterior}",
+        "--fractions=0,0.4,1",
+        "--seeds=3",
+    )
+    file, loaded = MiracleFile.read(path), load_dataset(str(data))
+    net = to_network(decode(file))
+    seeds = range(3 if strategy == "uniform" else 1)
+    accuracies = np.array(
+        [
+            [
+                accuracy_of(net, pruned, loaded.x_test, loaded.y_test)
+                for pruned in pruned_networks(
+                    file, strategy, [0, 0.4, 1], CodedPosterior.read(posterior), seed
+                )
+            ]
+            for seed in seeds
+        ]
+    )
+    assert result["accuracy"] == pytest.approx(accuracies.mean(0), abs=1e-6)
+    assert result["accuracy"][0] == pytest.approx(
+        1 - run("evaluate", path, f"--data={data}")["error"], abs=1e-6
+    )
+    if strategy == "uniform":
+        error = accuracies.std(0, ddof=1) / np.sqrt(3)
+        assert result["standard_error"] == pytest.approx(error, abs=1e-6)
+    else:
+        assert result["standard_error"] == [None] * 3
+    assert result["seeds"] == len(seeds) and result["examples"] == 20
+
+
+def test_prune_tells_one_line_a_fraction(made, capsys):
+    arguments = ["prune", made / "net.miracle", f"--data={made}/data.npz"]
+    options = ["--strategy=uniform", "--fractions=0,0.5", "--seeds=2"]
+    assert cli.main([*map(str, arguments), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"  50\.0% pruned: accuracy [\d.]+% ± [\d.]+%", lines[1])
+
+
 def test_export_as_keras(made, tmp_path, run):
     output = tmp_path / "net.keras"
     arguments = ("export", made / "net.miracle", f"--output={output}", "--format=keras")
@@ -372,6 +426,18 @@ BAD = {
     "NaN in data, evaluate": "evaluate {made}/net.miracle --data={made}/nan.npz",
     "shapes differ": "{compress} --data={made}/wide.npz",
     "shapes of another network": "{compress} --data={made}/other.npz",
+    "no data for prune": "prune {made}/net.miracle",
+    "truncated file, prune": "prune {made}/short.miracle --data={made}/data.npz",
+    "unknown strategy": "{prune} --strategy=random",
+    "pruning by KL without Q": "{prune} --strategy=kl",
+    "missing posterior": "{prune} --posterior={made}/none.npz",
+    "posterior of another file": "{prune} --strategy=kl "
+    "--posterior={made}/five.posterior.npz",
+    "posterior of the wrong kind": "{prune} --posterior={made}/net.keras",
+    "no fraction": "{prune} --fractions=half",
+    "fraction over 1": "{prune} --fractions=0.5,1.5",
+    "no random order": "{prune} --strategy=uniform --seeds=0",
+    "shapes of another network, prune": "prune {made}/net.miracle --data=digits",
     "shapes of another network, evaluate": "evaluate {made}/net.miracle --data=digits",
     "too many classes": "{compress} --data={made}/classes.npz",
     "unknown model": "{compress} --model=lenet6",
@@ -408,7 +474,8 @@ def test_bad_input_is_one_line_and_status_2(made, tmp_path, capfd, line):
         f"compress --data={made}/data.npz --model={made}/net.keras "
         f"--output={tmp_path}/out.miracle --train_steps=1"
     )
-    line = line.replace("{compress}", compress)
+    prune = f"prune {made}/net.miracle --data={made}/data.npz"
+    line = line.replace("{compress}", compress).replace("{prune}", prune)
     arguments = line.format(made=made, out=tmp_path / "out").split()
     before = {path: path.read_bytes() for path in made.iterdir()}
     assert cli.main(arguments) == 2

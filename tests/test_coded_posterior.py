@@ -1,5 +1,7 @@
 """The posterior beside a file."""
 
+import zipfile
+
 import numpy as np
 import pytest
 from support import fix_all
@@ -67,6 +69,8 @@ def test_what_is_no_posterior_is_refused(posterior, tmp_path):
         b"junk" * 50,
         {"loc_0": one},
         {"loc_0": one, "scale_1": one},
+        {"loc_0": one, "scale_0": one, "loc_1": one},
+        {"loc_0": one, "scale_0": one[:2]},
         {"loc_0": one.astype(float), "scale_0": one},
         {"loc_0": one * np.nan, "scale_0": one},
         {"loc_0": one, "scale_0": 0 * one},
@@ -79,8 +83,34 @@ def test_what_is_no_posterior_is_refused(posterior, tmp_path):
             np.savez(path, **bad)
         with pytest.raises(ValueError, match=r"it\.npz is no posterior"):
             CodedPosterior.read(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("loc_0", "scale_0"):
+            archive.writestr(name, b"no array")
+    with pytest.raises(ValueError, match=r"it\.npz is no posterior"):
+        CodedPosterior.read(path)
     np.save(tmp_path / "array.npy", one)
     with pytest.raises(ValueError, match="is no posterior"):
         CodedPosterior.read(tmp_path / "array.npy")
     with pytest.raises(FileNotFoundError):
         CodedPosterior.read(tmp_path / "missing.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_damage_is_refused_or_harmless(posterior, tmp_path, save):
+    path = tmp_path / "it.npz"
+    save(path, loc_0=posterior.loc[0], scale_0=posterior.scale[0])
+    data = path.read_bytes()
+    refused = 0
+    for position in range(0, len(data), 3):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        try:
+            again = CodedPosterior.read(path)
+        except ValueError as error:
+            assert "it.npz is no posterior" in str(error)
+            refused += 1
+        else:  # a date, say
+            np.testing.assert_equal(again.loc, posterior.loc[:1])
+            np.testing.assert_equal(again.scale, posterior.scale[:1])
+    assert refused > 50

@@ -137,7 +137,16 @@ def test_ensemble(make, kind, eager, monkeypatch):
 def test_an_ensemble_needs_samples_and_posteriors():
     with pytest.raises(ValueError, match=r"`samples` of at least 1.*samples=0"):
         predict_ensemble(of_layers(), np.zeros((1, 4)), samples=0)
+    with pytest.raises(ValueError, match=r"`batch_size` of at least 1.*batch_size=0"):
+        predict_ensemble(of_layers(), np.zeros((1, 4)), batch_size=0)
+    with pytest.raises(ValueError, match=r"at least one input.* 0 inputs"):
+        predict_ensemble(of_layers(), np.zeros((0, 4)))
     plain = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
     with pytest.raises(ValueError, match="0 posteriors"):
         predict_ensemble(plain, np.zeros((1, 4)))
     assert variable_summary(plain) == []
+
+
+def test_a_deterministic_model_has_no_summary(eager):
+    with pytest.raises(ValueError, match=r"KL of `model` .* is not finite"):
+        variable_summary(whole("deterministic"))

@@ -325,16 +325,17 @@ def test_without_a_bias(eager):
 def test_regularizers_see_the_sample_and_activities_count(eager):
     layer = tfmiracle.MeanKLDense(
         2,
-        kernel_regularizer=lambda w: keras.ops.sum(w**2),
-        bias_regularizer=lambda w: 100 * keras.ops.sum(w),
-        activity_regularizer=lambda y: keras.ops.sum(y),
+        kernel_regularizer=keras.regularizers.L2(1.0),
+        bias_regularizer=keras.regularizers.L1(100.0),
+        activity_regularizer=keras.regularizers.L1(1.0),
         use_bias=True,
         seed=1,
     )
     x = batch((5,))
     y = layer(x)
     kernel, bias = layer.block_posterior(training=False)
-    expected = [np.sum(kernel**2), 100 * np.sum(bias), np.sum(y) / len(x)]
+    sizes = [np.sum(kernel**2), *(np.sum(np.abs(v)) for v in (bias, y))]
+    expected = [sizes[0], 100 * sizes[1], sizes[2] / len(x)]
     np.testing.assert_allclose(layer.losses, expected, rtol=1e-5)
     layer(x, training=True)
     assert len(layer.losses) == 3

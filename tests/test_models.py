@@ -215,6 +215,7 @@ def test_saved_and_loaded(make, x, tmp_path, eager):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     assert loaded.optimizer.iterations == 4
     assert_same(loaded.optimizer.variables, model.optimizer.variables)
+    model.reset_metrics()  # which train_on_batch does in newer versions of Keras
     expected = model.train_on_batch(x, y)
     np.testing.assert_array_equal(loaded.train_on_batch(x, y), expected)
     assert_same(loaded.variables, model.variables)

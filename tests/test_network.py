@@ -98,6 +98,7 @@ def test_variational_layers_become_those_of_keras():
 
 
 def test_a_wrapped_model_becomes_itself():
+    keras.backend.clear_session()  # so that Keras numbers from the start
     net = small_net()
     expected = keras.saving.serialize_keras_object(net)
     expected.pop("compile_config", None)
@@ -108,6 +109,45 @@ def test_a_wrapped_model_becomes_itself():
     wrapped = keras.Sequential([layers.Input((6,)), variational(net)])
     plain = build_network(plain_architecture(wrapped))
     assert [type(layer) for layer in plain.layers] == [keras.Sequential]
+
+
+def test_a_file_does_not_depend_on_what_was_built_before():
+    def make():
+        keras.utils.set_random_seed(1)
+        x = layers.Input((8, 8, 3))
+        y = layers.BatchNormalization()(layers.Conv2D(4, 3)(x))
+        inner = keras.Sequential([layers.Flatten(), layers.Dense(5), layers.Dense(5)])
+        y = inner(y)
+        # Named like something that Keras numbers.
+        shared, other = layers.Dense(5), layers.Dense(5, name="add")
+        sums = layers.Add()([shared(layers.Softmax()(y)), shared(y), other(y)])
+        return keras.Model(x, [sums, y])
+
+    nets = [make(), make()]
+    assert nets[0].layers[1].name != nets[1].layers[1].name
+    files = [to_file(fix_all(variational(net))) for net in nets]
+    assert files[0].to_bytes() == files[1].to_bytes()
+    assert files[0].names == [
+        "conv2d/kernel",
+        "conv2d/bias",
+        "batch_normalization/gamma",
+        "batch_normalization/beta",
+        "batch_normalization/moving_mean",
+        "batch_normalization/moving_variance",
+        "sequential/dense/kernel",
+        "sequential/dense/bias",
+        "sequential/dense_1/kernel",
+        "sequential/dense_1/bias",
+        "dense_2/kernel",
+        "dense_2/bias",
+        "add/kernel",
+        "add/bias",
+    ]
+    loaded = to_network(decode(files[1]))
+    assert "add_1" in [layer.name for layer in loaded.layers]
+    x = batch((8, 8, 3))
+    for a, b in zip(loaded(x), fix_all(variational(nets[1])).materialize()(x)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_compile_settings_do_not_go_into_the_file():

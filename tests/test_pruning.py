@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import fix_all
 
 import tfmiracle
-from tfmiracle import CodedPosterior
+from tfmiracle import CodedPosterior, decoder, pruning
 from tfmiracle.decoder import decode
 from tfmiracle.network import accuracy_of, to_file, to_network
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
@@ -156,6 +156,25 @@ def test_nothing_and_everything(name, strategy):
     for variable, place in zip(file.names, file.coded, strict=True):
         if place is not None:
             assert not np.any(everything.weights[variable])
+
+
+def test_a_file_is_decoded_once_for_all_fractions(monkeypatch):
+    groups = []
+
+    def decode_blocks(group):
+        groups.append(group)
+        return decoder.decode_blocks(group)
+
+    monkeypatch.setattr(pruning, "decode_blocks", decode_blocks)
+    networks = list(pruned_networks(FILES["grouped"], "uniform", [0.9, 0.1, 0.0]))
+    assert groups == FILES["grouped"].groups
+    # What the caller does to a network does not reach the next one.
+    for again, expected in zip(
+        pruned_networks(FILES["grouped"], "uniform", [0.9, 0.1, 0.0]), networks
+    ):
+        np.testing.assert_equal(again.weights, expected.weights)
+        for value in again.weights.values():
+            value.fill(7)
 
 
 def test_accuracy():

@@ -4,6 +4,7 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -19,6 +20,7 @@ from tfmiracle.network import (
     to_file,
 )
 from tfmiracle.posterior import DeterministicPosterior
+from tfmiracle.recalibration import recalibrate
 
 
 class CompressionCallback(keras.callbacks.Callback):
@@ -45,6 +47,8 @@ class CompressionCallback(keras.callbacks.Callback):
         importance weight (the paper's rule); "largest_weight" takes the best, which is
         more accurate at the same number of bits.
       overwrite: whether existing files may be replaced.
+      recalibration_data: batches of inputs, from which the statistics of
+        BatchNormalization are taken anew when all is coded; see `recalibrate`.
       posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
         coded, which diagnostics and pruning need; by default nowhere.
       metadata: further entries for the file's metadata; anything JSON can say.
@@ -69,6 +73,7 @@ class CompressionCallback(keras.callbacks.Callback):
         train_steps: int = 0,
         selection: str = "sample",
         overwrite: bool = False,
+        recalibration_data: Iterable | None = None,
         posterior_path: str | os.PathLike | None = None,
         metadata: dict | None = None,
         verbose: int = 1,
@@ -96,6 +101,7 @@ class CompressionCallback(keras.callbacks.Callback):
         self.train_steps = train_steps
         self.selection = selection
         self.overwrite = overwrite
+        self.recalibration_data = recalibration_data
         self.posterior_path = posterior_path
         self.metadata = dict(metadata or {})
         self.verbose = verbose
@@ -255,6 +261,8 @@ class CompressionCallback(keras.callbacks.Callback):
             self._finish()
 
     def _finish(self):
+        if self.recalibration_data is not None:
+            recalibrate(self.model, self.recalibration_data)
         self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
         self._verify(self.file.to_bytes())
         over = sum(row["over_budget"] for row in self.history)

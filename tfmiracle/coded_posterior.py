@@ -3,7 +3,7 @@
 import dataclasses
 import io
 import os
-import zipfile
+import pathlib
 
 import numpy as np
 
@@ -45,12 +45,14 @@ class CodedPosterior:
           ValueError: if the file is damaged or something else.
           OSError: if it cannot be read.
         """
+        data = pathlib.Path(path).read_bytes()
         try:
-            with np.load(path, allow_pickle=False) as archive:
-                groups = range(len(archive.files) // 2)
-                loc = [archive[f"loc_{g}"] for g in groups]
-                scale = [archive[f"scale_{g}"] for g in groups]
-        except (ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                names = archive.files
+                groups = range(len(names) // 2)
+                loc = [np.asarray(archive[f"loc_{g}"]) for g in groups]
+                scale = [np.asarray(archive[f"scale_{g}"]) for g in groups]
+        except Exception as error:  # zipfile and zlib have many of their own
             raise ValueError(f"{path} is no posterior of tfmiracle: {error}") from error
         for name, arrays in (("loc", loc), ("scale", scale)):
             for g, array in enumerate(arrays):
@@ -60,7 +62,13 @@ class CodedPosterior:
                         f"{path} is no posterior of tfmiracle: {name}_{g} must be a "
                         "vector of finite float32 numbers."
                     )
-        if not loc or any(np.any(s <= 0) for s in scale):
+        sizes = [len(array) for array in loc], [len(array) for array in scale]
+        if not loc or len(names) % 2 or sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{path} is no posterior of tfmiracle: it needs a loc and a scale of "
+                f"the same size for each group, and holds {', '.join(names) or None}."
+            )
+        if any(np.any(array <= 0) for array in scale):
             raise ValueError(
                 f"{path} is no posterior of tfmiracle: it needs scales above 0."
             )

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmiracle import miracle_file
 from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.decoder import decode
+from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights
 from tfmiracle.network import (
@@ -80,6 +81,7 @@ def compress(
     loss=None,
     metrics: Sequence | None = None,
     validation_data=None,
+    distill: bool = False,
     callbacks: Sequence[keras.callbacks.Callback] = (),
     metadata: dict | None = None,
     workdir: str | os.PathLike | None = None,
@@ -102,6 +104,10 @@ def compress(
       loss: loss as for `compile`; by default that of `model`, with its loss weights.
       metrics: metrics as for `compile`.
       validation_data: `(x, y)` or a `tf.data.Dataset`, evaluated after every stage.
+      distill: whether to train against the outputs of `model` instead of labels. `data`
+        and `validation_data` may then be inputs alone; labels in them are ignored, so
+        metrics, too, compare with `model`. The default loss is the cross-entropy of
+        soft labels where `model` has one of hard labels, else the mean squared error.
       callbacks: further callbacks for every `fit`.
       metadata: further entries for the file's metadata; anything JSON can say.
       workdir: folder in which the run keeps its state. Killed at any moment and called
@@ -138,6 +144,11 @@ def compress(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
     net = _copy(model)
+    if distill:
+        hard = model.loss if model.compiled else None
+        loss = loss or soft_loss(hard)
+        data = relabel(data, net, hard)
+        validation_data = relabel(validation_data, net, hard)
     if validation_data is not None and not isinstance(validation_data, tf.data.Dataset):
         validation_data = _examples("validation_data", validation_data)
     loss_weights = None
@@ -198,6 +209,7 @@ def compress(
                 recipe.finetune_steps,
                 selection=recipe.selection,
                 overwrite=overwrite or workdir is not None,
+                recalibration_data=_inputs(batches, recipe),
                 posterior_path=made[1] if keep_posterior else None,
                 metadata={"recipe": recipe.changes(), **(metadata or {})},
                 verbose=verbose,
@@ -399,6 +411,13 @@ def _training_batches(data, recipe):
         )
 
     return batches
+
+
+def _inputs(batches, recipe):
+    if not recipe.recalibration_steps:
+        return None
+    steps = batches("coding", 0).take(recipe.recalibration_steps)
+    return steps.map(lambda x, *labels: x)
 
 
 def _evaluate(network, data, recipe):

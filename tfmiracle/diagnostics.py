@@ -24,12 +24,20 @@ def variable_summary(model: keras.Model) -> list[dict]:
       all, "bits_per_weight", "share" of the KL of the model, coding scale "rho", and
       the median and 90 % quantile of the signal-to-noise ratio |mean| / standard
       deviation, "snr_median" and "snr_90".
+
+    Raises:
+      ValueError: if the KL is infinite, as that of a deterministic model is.
     """
     rows = []
     for posterior, variables in posteriors(model):
         layout = posterior.layout
         kl = kl_from_standardized(*posterior.standardized()).numpy()
         kl = layout.to_effective(kl).astype(np.float64) / math.log(2)
+        if not np.all(np.isfinite(kl)):
+            raise ValueError(
+                f"The KL of `model` ({model.name!r}) is not finite. Use a posterior "
+                "that has a variance: 'mean_kl' or 'mean_var'."
+            )
         loc, scale = (x.numpy().astype(np.float64) for x in posterior.loc_and_scale())
         with np.errstate(divide="ignore"):
             snr = np.abs(loc) / scale
@@ -63,7 +71,8 @@ def predict_ensemble(
 ) -> np.ndarray:
     """Mean prediction over samples of the posterior.
 
-    Each sample of the weights is used for all of `x`.
+    Each sample of the weights is used for all of `x`. No variable of the model changes
+    but the noise seeds of its posteriors, so that another call draws other samples.
 
     Args:
       model: a `VariationalModel`, or a model with variational layers.
@@ -77,8 +86,15 @@ def predict_ensemble(
       Array of the shape of the outputs.
 
     Raises:
-      ValueError: if `samples` is not positive, or the model has no posterior.
+      ValueError: if `samples` or `batch_size` is not positive, there are no inputs, or
+        the model has no posterior.
     """
+    count = len(keras.tree.flatten(x)[0])
+    if batch_size < 1 or not count:
+        raise ValueError(
+            "An ensemble needs `batch_size` of at least 1 and at least one input. "
+            f"Received: batch_size={batch_size}, {count} inputs"
+        )
     parts = posteriors(model)
     if samples < 1 or not parts:
         raise ValueError(
@@ -95,7 +111,7 @@ def predict_ensemble(
             keras.ops.convert_to_numpy(
                 transform(_call(model, batch, variables, values))
             )
-            for batch in _batches(x, batch_size)
+            for batch in _batches(x, count, batch_size)
         ]
         total = total + np.concatenate(outputs).astype(np.float64)
     return (total / samples).astype(np.float32)
@@ -106,8 +122,7 @@ def _call(model, batch, variables, values):
         return model(batch, training=False)
 
 
-def _batches(x, size):
-    count = len(keras.tree.flatten(x)[0])
+def _batches(x, count, size):
     for start in range(0, count, size):
         part = operator.itemgetter(slice(start, start + size))
         yield keras.tree.map_structure(part, x)

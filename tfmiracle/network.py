@@ -1,7 +1,10 @@
 """Between Keras models and `.miracle` files."""
 
 import collections
+import copy
+import itertools
 import os
+import re
 
 import keras
 import numpy as np
@@ -90,7 +93,7 @@ def plain_architecture(model: keras.Model) -> dict:
     if isinstance(model, VariationalModel):
         return plain_architecture(model.net)
     config = keras.saving.serialize_keras_object(model)
-    return _strip(config)
+    return _rename(_strip(config), _places(model))
 
 
 def build_network(
@@ -105,7 +108,9 @@ def build_network(
     """
     try:
         model = keras.saving.deserialize_keras_object(
-            architecture, custom_objects=custom_objects, safe_mode=True
+            copy.deepcopy(architecture),  # which Keras empties
+            custom_objects=custom_objects,
+            safe_mode=True,
         )
     except Exception as error:
         raise ValueError(
@@ -208,11 +213,50 @@ def _strip(config):
     return {k: _strip(v) for k, v in config.items()}
 
 
+def _places(model) -> dict[str, str]:
+    """Names that Keras gave to layers -> the same numbered within the model.
+
+    Keras numbers on from what was built before in the process; a file should not
+    depend on that.
+    """
+    automatic, taken = {}, set()
+    for layer in _walk(model):
+        prefix = re.sub(r"_[0-9]+$", "", layer.name)
+        if prefix.replace("_", "") == type(layer).__name__.lower():
+            automatic[layer.name] = prefix
+        else:
+            taken.add(layer.name)
+    places = {}
+    for name, prefix in automatic.items():
+        numbered = (f"{prefix}_{i}" if i else prefix for i in itertools.count())
+        places[name] = next(new for new in numbered if new not in taken)
+        taken.add(places[name])
+    return places
+
+
+def _walk(layer):
+    yield layer
+    for inner in layer._layers:
+        yield from _walk(inner)
+
+
+def _rename(config, places, within=None):
+    """Renames layers where Keras' JSON speaks of them."""
+    if isinstance(config, list):
+        return [_rename(item, places, within) for item in config]
+    if isinstance(config, dict):
+        return {k: _rename(v, places, k) for k, v in config.items()}
+    if within in ("name", "keras_history", "input_layers", "output_layers"):
+        return places.get(config, config) if isinstance(config, str) else config
+    return config
+
+
 def _names(model, variables) -> list[str]:
     """Paths below the model's own name, made unique."""
-    names, seen = [], collections.Counter()
+    names, seen, places = [], collections.Counter(), _places(model)
     for v in variables:
-        name = v.path.removeprefix(f"{model.name}/")
+        parts = v.path.removeprefix(f"{model.name}/").split("/")
+        name = "/".join(places.get(part, part) for part in parts)
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

@@ -84,9 +84,10 @@ def pruned_networks(
                 f"Received: fractions={list(fractions)}"
             )
     order = pruning_order(file, strategy, posterior, seed)
+    whole = _effective(file)
     ends = np.cumsum([group.layout.num_effective for group in file.groups])
     for fraction in fractions:
-        weights = _effective(file)
+        weights = whole.copy()
         weights[order[: round(fraction * len(order))]] = 0
         parts = np.split(weights, ends[:-1])
         yield decoded_network(

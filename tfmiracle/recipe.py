@@ -39,6 +39,8 @@ class Recipe:
       blocks_per_round: blocks coded between two stretches of fine-tuning.
       finetune_steps: steps of such a stretch.
       finetune_learning_rate: learning rate in fine-tuning, constant.
+      recalibration_steps: batches from which the statistics of BatchNormalization are
+        taken anew after coding; 0 leaves them as training left them.
       seed: unsigned 64-bit integer; everything random depends on it.
     """
 
@@ -65,6 +67,7 @@ class Recipe:
     blocks_per_round: int = 50
     finetune_steps: int = 50
     finetune_learning_rate: float = 5e-3
+    recalibration_steps: int = 50
     seed: int = 0
 
     def __post_init__(self):
@@ -75,6 +78,7 @@ class Recipe:
             ("warmup_steps", 0),
             ("train_steps", 0),
             ("finetune_steps", 0),
+            ("recalibration_steps", 0),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value < 2**31:

@@ -1,0 +1,80 @@
+"""Labels from a trained network, where there are no others."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_SOFT = {
+    "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": keras.losses.CategoricalCrossentropy,
+    "binary_crossentropy": keras.losses.BinaryCrossentropy,
+}
+
+
+def soft_loss(loss=None):
+    """The loss that compares outputs with those of a trained network.
+
+    Args:
+      loss: the loss that it was trained with, a Keras loss or its name, or a structure
+        of them like the outputs.
+
+    Returns:
+      The cross-entropy with soft labels where `loss` is one with labels of any kind,
+      else the mean squared error; a structure like that of `loss`.
+    """
+
+    def soft(loss):
+        name, from_logits = _cross_entropy(loss)
+        return _SOFT[name](from_logits) if name else keras.losses.MeanSquaredError()
+
+    return tf.nest.map_structure(soft, "mse" if loss is None else loss)
+
+
+def relabel(data, teacher: keras.Model, loss=None):
+    """Replaces labels by the outputs of a trained network (Hinton et al. 2015).
+
+    Args:
+      data: inputs or a tuple `(x, y)` or `(x, y, sample_weight)`, as arrays or in a
+        batched `tf.data.Dataset`; None stays None.
+      teacher: the network.
+      loss: see `soft_loss`; where it takes logits, labels become probabilities.
+
+    Returns:
+      `(x, labels)` or `(x, labels, sample_weight)`, likewise.
+    """
+
+    def probabilities(loss):
+        name, from_logits = _cross_entropy(loss)
+        if not from_logits:
+            return lambda y: y
+        return keras.ops.sigmoid if name == "binary_crossentropy" else keras.ops.softmax
+
+    functions = tf.nest.map_structure(probabilities, "mse" if loss is None else loss)
+
+    def labels(x):
+        outputs = teacher(x, training=False)
+        if callable(functions):
+            return tf.nest.map_structure(functions, outputs)
+        return tf.nest.map_structure(
+            lambda y, function: function(y), outputs, functions, check_types=False
+        )
+
+    if data is None:
+        return None
+    if isinstance(data, tf.data.Dataset):
+        return data.map(lambda x, *rest: (x, labels(x), *rest[1:]))
+    x, *rest = data if isinstance(data, tuple) else (data,)
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(256).map(labels)
+    parts = list(batches.as_numpy_iterator())
+    y = tf.nest.map_structure(lambda *part: np.concatenate(part), *parts)
+    return x, y, *rest[1:]
+
+
+def _cross_entropy(loss):
+    """Name of a cross-entropy, or None, and whether it takes logits."""
+    loss = keras.losses.get(loss)
+    name = getattr(loss, "name", getattr(loss, "__name__", None))
+    if name not in _SOFT:
+        return None, False
+    config = loss.get_config() if isinstance(loss, keras.losses.Loss) else {}
+    return name, config.get("from_logits", False)
