@@ -211,7 +211,7 @@ def test_info(made, run, capsys):
         "name": "one/kernel",
         "shape": [6, 30],
         "treatment": "coded, hashed x2",
-        "reason": "rule one/kernel",
+        "reason": "a rule",
         "bits": 90 * bits,
         "share": round(90 * bits / 8 / path.stat().st_size, 4),
     }
@@ -224,7 +224,7 @@ def test_info(made, run, capsys):
     assert cli.main(["info", str(path)]) == 0
     table = capsys.readouterr().out
     assert re.search(
-        r"^one/kernel +6x30 +coded, hashed x2 +rule one/kernel +45 +[\d.]+%$",
+        r"^one/kernel +6x30 +coded, hashed x2 +a rule +45 +[\d.]+%$",
         table,
         re.M,
     )

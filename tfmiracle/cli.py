@@ -583,20 +583,23 @@ def _info(values, path):
             value = next(stored)
             shape, bits = value.shape, 8 * value.nbytes
             treatment = f"stored as {value.dtype.name}"
+            reason = _reason(name, file.metadata.get("rules"))
         else:
             group = file.groups[place[0]]
             v = group.layout.variables[place[1]]
             shape = v.shape
             bits = v.effective_size * group.block_bits / group.layout.block_size
             treatment = "coded"
+            reason = "it trains"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"
+                reason = "a rule"
         variables.append(
             {
                 "name": name,
                 "shape": list(shape),
                 "treatment": treatment,
-                "reason": _reason(name, place, file.metadata.get("rules")),
+                "reason": reason,
                 "bits": round(bits, 1),
                 "share": round(bits / (8 * size), 4),
             }
@@ -608,16 +611,11 @@ def _info(values, path):
     }
 
 
-def _reason(name, place, rules):
-    fitting = [
-        pattern
-        for pattern, treatment in (rules.items() if isinstance(rules, dict) else ())
-        if match_path(name, pattern)
-        and (place is None) == str(treatment).startswith("store")
-    ]
-    if fitting:
-        return f"rule {fitting[-1]}"
-    return "it does not train" if place is None else "it trains"
+def _reason(name, rules):
+    """Why a variable is stored."""
+    patterns = rules if isinstance(rules, dict) else ()
+    fitting = [pattern for pattern in patterns if match_path(name, pattern)]
+    return f"rule {fitting[-1]}" if fitting else "it does not train"
 
 
 def _show_info(r):

@@ -15,6 +15,7 @@ from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.miracle_file import CodedGroup, FileFormatError, MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
+from tfmiracle.rules import Treatment
 
 
 def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
@@ -53,9 +54,11 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         for posterior, _ in parts
     ]
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
-    rules, dtypes = None, [None] * len(stored)
+    rules, dtypes = {}, [None] * len(stored)
     if isinstance(model, VariationalModel):
-        rules, dtypes = model.rules, model.stored_dtypes
+        dtypes = model.stored_dtypes
+        # The layout tells of the others.
+        rules = {k: v for k, v in model.rules.items() if Treatment.parse(v).stored}
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
         "tfmiracle": tfmiracle.__version__,
