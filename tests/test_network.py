@@ -151,6 +151,18 @@ def test_a_file_does_not_depend_on_what_was_built_before():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_dicts_of_inputs_and_outputs_keep_their_layers():
+    layers.Input((4,))  # takes the name that Keras gives first
+    a, b = layers.Input((4,)), layers.Input((4,))
+    hidden = layers.Dense(5)(layers.Subtract()([a, b]))
+    net = keras.Model({"a": a, "b": b}, {"p": layers.Dense(2)(hidden), "q": hidden})
+    loaded = to_network(decode(to_file(fix_all(variational(net)))))
+    x = {"a": batch((4,)), "b": 2 * batch((4,))}
+    expected = fix_all(variational(net)).materialize()(x)
+    for name, value in loaded(x).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def test_compile_settings_do_not_go_into_the_file():
     net = small_net()
     before = json.dumps(plain_architecture(net))

@@ -248,7 +248,9 @@ def _rename(config, places, within=None):
     if isinstance(config, list):
         return [_rename(item, places, within) for item in config]
     if isinstance(config, dict):
-        return {k: _rename(v, places, k) for k, v in config.items()}
+        # Inputs and outputs may be dicts of layers.
+        kept = within in ("input_layers", "output_layers")
+        return {k: _rename(v, places, within if kept else k) for k, v in config.items()}
     if within in ("name", "keras_history", "input_layers", "output_layers"):
         return places.get(config, config) if isinstance(config, str) else config
     return config
