@@ -10,6 +10,7 @@ from keras import layers
 from support import fix_all, run_python
 
 import tfmiracle
+from tfmiracle import compression
 from tfmiracle.decoder import decode
 from tfmiracle.layers import MeanKLLayer
 from tfmiracle.miracle_file import FileFormatError, MiracleFile
@@ -161,6 +162,19 @@ def test_dicts_of_inputs_and_outputs_keep_their_layers():
     expected = fix_all(variational(net)).materialize()(x)
     for name, value in loaded(x).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapted_normalization_is_decoded(tmp_path, eager):
+    x = np.random.default_rng(0).normal(5, 3, (50, 4)).astype(np.float32)
+    normalization = layers.Normalization()
+    normalization.adapt(x)
+    given = layers.Normalization(mean=2.0, variance=3.0)
+    net = keras.Sequential([layers.Input((4,)), normalization, given, layers.Dense(3)])
+    model = fix_all(variational(net))
+    loaded = to_network(decode(to_file(model)))
+    np.testing.assert_allclose(loaded(x), model(x), rtol=1e-4, atol=1e-5)
+    copy = compression._copy(net)
+    np.testing.assert_allclose(copy(x), net(x), rtol=1e-4, atol=1e-5)
 
 
 def test_compile_settings_do_not_go_into_the_file():

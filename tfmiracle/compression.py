@@ -22,6 +22,7 @@ from tfmiracle.network import (
     build_network,
     load,
     plain_architecture,
+    set_weights,
     to_file,
     to_network,
 )
@@ -329,7 +330,7 @@ def _copy(model):
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
     copy = build_network(plain_architecture(model))
-    copy.set_weights([keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
+    set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     return copy
 
 

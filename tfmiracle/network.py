@@ -5,6 +5,7 @@ import copy
 import itertools
 import os
 import re
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -163,8 +164,16 @@ def to_network(
     if shapes != [value.shape for value in decoded.weights.values()]:
         raise FileFormatError("The weights of the file do not fit its network.")
     # By position: Keras numbers the names of layers anew in every process.
-    model.set_weights(list(decoded.weights.values()))
+    set_weights(model, list(decoded.weights.values()))
     return model
+
+
+def set_weights(model: keras.Model, values: Sequence[np.ndarray]) -> None:
+    """As `model.set_weights`, which does not reach all that layers compute with."""
+    model.set_weights(values)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
 
 
 def accuracy_of(
@@ -177,7 +186,7 @@ def accuracy_of(
       decoded: the weights.
       x, y: inputs and class numbers.
     """
-    model.set_weights(list(decoded.weights.values()))
+    set_weights(model, list(decoded.weights.values()))
     scores = model.predict(x, batch_size=500, verbose=0)
     return float(np.mean(np.argmax(scores, -1) == y))
 
