@@ -444,6 +444,14 @@ def test_descriptions_that_make_no_sense(content):
         MiracleFile.from_bytes(crafted(content=content))
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_descriptions_with_numbers_that_json_cannot_say(number):
+    text = json.dumps({**CONTENT, "metadata": {"x": "here"}})
+    text = text.replace('"here"', number).encode()
+    with pytest.raises(FileFormatError, match=number):
+        MiracleFile.from_bytes(crafted(content=text))
+
+
 def test_descriptions_that_do_not_inflate():
     good = deflate(json.dumps(CONTENT).encode())
     for raw in (b"", good[:-1], good + b"\0", zlib.compress(b"{}"), b"\xff" * 50):

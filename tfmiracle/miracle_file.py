@@ -439,7 +439,9 @@ def _parse_description(description: bytes, num_variables: int):
     if not inflate.eof or inflate.unused_data:
         raise FileFormatError("The description is damaged or too long.")
     try:
-        content = json.loads(raw.decode(), parse_constant=_refuse_constant)
+        content = json.loads(
+            raw.decode(), parse_constant=_refuse_constant, parse_float=_finite
+        )
     except RecursionError:
         raise FileFormatError("The description is nested too deeply.") from None
     if not isinstance(content, dict):
@@ -456,6 +458,13 @@ def _parse_description(description: bytes, num_variables: int):
     if not (isinstance(architecture, dict) and isinstance(metadata, dict)):
         raise FileFormatError("The description lacks the model or the metadata.")
     return names, architecture, metadata
+
+
+def _finite(text):
+    number = float(text)
+    if math.isinf(number):
+        raise FileFormatError(f"The description holds {text}, which is out of range.")
+    return number
 
 
 def _refuse_constant(name: str):
