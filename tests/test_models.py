@@ -623,3 +623,51 @@ def test_nets_that_cannot_be_wrapped():
     broken.layers[0].bias.assign(np.full(6, np.nan))
     with pytest.raises(ValueError, match="not finite"):
         VariationalModel(broken)
+
+
+@pytest.mark.parametrize(
+    "name", ["train_step", "test_step", "compute_loss", "compute_metrics"]
+)
+def test_nets_with_training_of_their_own_cannot_be_wrapped(name):
+    own = type("Own", (keras.Sequential,), {name: lambda self, *args: 1 / 0})
+    net = own([layers.Input((4,)), layers.Dense(2)])
+    with pytest.raises(ValueError, match=f"Own has a `{name}` of its own"):
+        VariationalModel(net)
+
+
+def test_layers_that_assign_to_their_weights(eager):
+    normal = layers.SpectralNormalization(layers.Dense(3, name="dense"))
+    net = keras.Sequential([layers.Input((4,)), normal])
+    x = np.ones((2, 4), np.float32)
+    with pytest.raises(ValueError, match="assigns to .*dense/kernel.*rule"):
+        VariationalModel(net)(x, training=True)
+    before = normal.layer.kernel.numpy()
+    VariationalModel(net, rules={"dense/kernel": "store"})(x, training=True)
+    assert np.any(normal.layer.kernel.numpy() != before)
+
+
+def test_losses_by_the_names_of_outputs(eager):
+    x = layers.Input((4,))
+    outputs = [layers.Dense(3, name="one")(x), layers.Dense(2, name="two")(x)]
+    model = VariationalModel(keras.Model(x, outputs))
+    assert model.output_names == ["one", "two"]
+    model.compile("adam", {"two": "mae", "one": "mse"}, {"two": 0.0, "one": 1.0})
+    y = {"one": np.zeros((2, 3)), "two": np.ones((2, 2))}
+    x = np.ones((2, 4), np.float32)
+    loss = model.evaluate(x, y, verbose=0, return_dict=True)["loss"]
+    np.testing.assert_allclose(loss, np.mean(model(x)[0] ** 2), rtol=1e-5)
+
+
+def test_inputs_are_cast_as_the_net_casts_them(eager):
+    """Not to float16 by a wrapper made under another policy."""
+    net = keras.Sequential([layers.Input((1,)), layers.Embedding(2100, 1)])
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy("float16")
+        model = VariationalModel(net)
+    finally:
+        keras.config.set_dtype_policy(before)
+    x = np.float32([[2049], [2051]])
+    model.materialize()
+    np.testing.assert_array_equal(model(x), net(x))
+    assert model(x)[0] != model(x)[1]

@@ -17,6 +17,7 @@ from tfmiracle.miracle_file import FileFormatError, MiracleFile
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
     build_network,
+    check_network,
     load,
     plain_architecture,
     to_file,
@@ -438,6 +439,97 @@ def test_variables_of_other_types_are_refused():
     net = keras.Sequential([layers.Input((6,)), layers.Dense(3), Strings()])
     with pytest.raises(ValueError, match="complex64"):
         to_file(fix_all(variational(net)))
+
+
+class Part(layers.Layer):
+    """What the network of a file cannot have, by name."""
+
+    def __init__(self, fault, **kwargs):
+        super().__init__(**kwargs)
+        self.fault = fault
+
+    def build(self, shape):
+        if self.fault == "tf.Variable":
+            self.hidden = tf.Variable(tf.ones(shape[-1]))
+        elif self.fault == "list of tf.Variable":
+            self.hidden = [tf.Variable(1.0)]
+        elif self.fault == "complex64":
+            self.add_weight(shape=(), dtype="complex64", trainable=False)
+        elif self.fault == "not finite":
+            weight = self.add_weight(shape=(2,), name="mask", trainable=False)
+            weight.assign([0, -np.inf])
+
+    def call(self, x):
+        return x
+
+    def get_config(self):
+        if self.fault == "get_config":
+            raise NotImplementedError("no configuration")
+        config = {"fault": self.fault}
+        if self.fault == "infinity":
+            config["limit"] = np.inf
+        return {**super().get_config(), **config}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config["fault"], name=config["name"])
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("tf.Variable", "`hidden` of layer 'part' is a tf.Variable.*`add_weight`"),
+        ("list of tf.Variable", "`hidden` of layer 'part' is a tf.Variable"),
+        ("complex64", "part/variable.* has dtype complex64"),
+        ("not finite", "part/mask holds values that are not finite.*freeze"),
+        ("get_config", "'net' has no configuration: no configuration"),
+        ("infinity", "configuration of 'net' cannot be written as JSON"),
+    ],
+)
+def test_what_a_file_cannot_hold_shows_before_training(fault, message, tmp_path):
+    with keras.saving.custom_object_scope({"Part": Part}):
+        parts = layers.Input((6,)), layers.Dense(3), Part(fault, name="part")
+        net = keras.Sequential(parts, name="net")
+        with pytest.raises(ValueError, match=message):
+            check_network(variational(net))
+        data = batch((6,)), batch((3,))
+        with pytest.raises(ValueError, match=message):
+            tfmiracle.compress(net, data, None, tmp_path / "file", loss="mse")
+        model = variational(net)
+        model.compile("adam", "mse")
+        callback = tfmiracle.CompressionCallback(tmp_path / "file", verbose=0)
+        with pytest.raises(ValueError, match=message):
+            model.fit(*data, verbose=0, callbacks=[callback])
+        assert not model.block_posterior.fixed.any()
+    assert not list(tmp_path.iterdir())
+
+
+def test_vocabularies_must_be_arguments():
+    def net(**kwargs):
+        table = layers.IntegerLookup(output_mode="multi_hot", **kwargs)
+        if not kwargs:
+            table.adapt([3, 4, 5])
+        parts = layers.Input((5,), dtype="int64"), table, layers.Dense(3)
+        return variational(keras.Sequential(parts))
+
+    check_network(net(vocabulary=[3, 4, 5]))
+    with pytest.raises(ValueError, match="layer 'integer_lookup.*`vocabulary`"):
+        check_network(net())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["norm/moving_mean", "out/bias"])
+def test_stored_values_that_diverged_are_not_written(name, value):
+    norm, out = layers.BatchNormalization(name="norm"), layers.Dense(3, name="out")
+    net = keras.Sequential([layers.Input((6,)), layers.Dense(5), norm, out])
+    model = fix_all(variational(net, rules={"out/bias": "store"}))
+    (variable,) = (v for v in net.weights if v.path.endswith(name))
+    variable.assign(np.full(variable.shape, value))
+    with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
+        to_file(model)
+    (norm if "norm" in name else out).trainable = False
+    stored = to_file(model).stored
+    assert any(np.array_equal(v, variable, equal_nan=True) for v in stored)
 
 
 def test_metadata_of_the_file():

@@ -1,5 +1,7 @@
 """Reading some variables as tensors, and what the scope needs of Keras for it."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -154,11 +156,16 @@ def test_other_assignments_pass_through(wrap):
     assert counter.numpy() == 2
 
 
-def test_assigning_a_substituted_variable_ends_with_the_scope():
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_substituted_variable_cannot_be_assigned(depth):
     v = variable([1.0])
-    with SubstitutionScope([v], [tf.constant([7.0])]):
-        v.assign_add([1.0])
-        np.testing.assert_array_equal(v.numpy(), [8])
+    with contextlib.ExitStack() as scopes:
+        scopes.enter_context(SubstitutionScope([v], [tf.constant([7.0])]))
+        if depth == 2:
+            scopes.enter_context(SubstitutionScope([], []))
+        with pytest.raises(ValueError, match=f"assigns to '{v.path}'"):
+            v.assign_add([1.0])
+        np.testing.assert_array_equal(v.numpy(), [7])
     np.testing.assert_array_equal(v.numpy(), [1])
 
 

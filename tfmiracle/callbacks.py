@@ -13,12 +13,7 @@ from tfmiracle import miracle_file
 from tfmiracle.coder import SELECTIONS, MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import (
-    build_network,
-    coded_posterior,
-    plain_architecture,
-    to_file,
-)
+from tfmiracle.network import check_network, coded_posterior, to_file
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.recalibration import recalibrate
 
@@ -163,14 +158,7 @@ class CompressionCallback(keras.callbacks.Callback):
                 f"{self.model.name!r} is deterministic: it has no posterior to code. "
                 "Build the VariationalModel with parameterization='mean_kl'."
             )
-        # What would make the file unreadable shows now and not after the training.
-        net = build_network(plain_architecture(self.model))
-        here, there = plain_weights(self.model), net.weights
-        if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
-            raise ValueError(
-                f"{self.model.name!r} rebuilt from its configuration has other weights "
-                "than it has now. Its layers must create all weights in `build`."
-            )
+        check_network(self.model)
         self._coders = [
             MinimalRandomCoder(
                 posterior.block_bits,

@@ -20,6 +20,7 @@ from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights
 from tfmiracle.network import (
     build_network,
+    check_network,
     load,
     plain_architecture,
     set_weights,
@@ -329,6 +330,7 @@ def _copy(model):
         raise ValueError(
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
+    check_network(model)
     copy = build_network(plain_architecture(model))
     set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     return copy

@@ -47,8 +47,9 @@ class VariationalModel(keras.Model):
         other paths.
 
     Raises:
-      ValueError: if `net` is not built or has nothing to code, a pattern fits nothing,
-        or an argument is out of range.
+      ValueError: if `net` is not built, has nothing to code or a `train_step` or
+        `compute_loss` of its own, a pattern fits nothing, or an argument is out of
+        range.
     """
 
     def __init__(
@@ -73,13 +74,15 @@ class VariationalModel(keras.Model):
         treatments: list[tuple[str, str]] | None = None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        # Inputs reach `net` as they are, which casts them as it does by itself.
+        super().__init__(autocast=False, **kwargs)
         if not net.built:
             raise ValueError(
                 f"`net` ({net.name!r}) has no weights yet. Build it first: give it an "
                 "Input, call it on data, or call `net.build(input_shape)`."
             )
         refuse_rematerialization(net)
+        _refuse_own_training(net)
         self.net = net
         weights = plain_weights(net)
         if treatments is None:
@@ -155,6 +158,11 @@ class VariationalModel(keras.Model):
             return self.net(inputs, training=training)
 
     @property
+    def output_names(self) -> list[str] | None:
+        """Names of the outputs of `net`, by which `compile` takes losses."""
+        return getattr(self.net, "output_names", None)
+
+    @property
     def coded_variables(self) -> list[keras.Variable]:
         """The variables of `net` that are coded, in its order."""
         return [v for v in plain_weights(self.net) if id(v) in self._coded]
@@ -224,6 +232,16 @@ class VariationalModel(keras.Model):
             config.pop("net"), custom_objects=custom_objects
         )
         return cls(net, **config)
+
+
+def _refuse_own_training(net):
+    for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
+        if getattr(type(net), name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"{type(net).__name__} has a `{name}` of its own, which training under "
+                "a posterior would not use. Say what to minimize with losses given to "
+                "`compile` and with `add_loss`."
+            )
 
 
 def codable_variables(net: keras.Model) -> list[keras.Variable]:

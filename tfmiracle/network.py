@@ -3,12 +3,14 @@
 import collections
 import copy
 import itertools
+import json
 import os
 import re
 from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior
@@ -60,6 +62,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         dtypes = model.stored_dtypes
         # The layout tells of the others.
         rules = {k: v for k, v in model.rules.items() if Treatment.parse(v).stored}
+    _check_finite(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
         "tfmiracle": tfmiracle.__version__,
@@ -87,17 +90,67 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     )
 
 
+def check_network(model: keras.Model) -> None:
+    """Shows before the training what would make the file of a model wrong.
+
+    Raises:
+      ValueError: if the network cannot be described (its classes, a Lambda layer, a
+        number that is not finite), is another one when it is rebuilt (other weights,
+        `tf.Variable`s, an adapted vocabulary), or has weights that cannot be stored.
+    """
+    net = build_network(plain_architecture(model))
+    here, there = plain_weights(model), net.weights
+    if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
+        raise ValueError(
+            f"{model.name!r} rebuilt from its configuration has other weights than it "
+            "has now. Its layers must create all weights in `build`."
+        )
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            values = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(v, tf.Variable) for v in values):
+                raise ValueError(
+                    f"`{name}` of layer {layer.name!r} is a tf.Variable, of which Keras "
+                    "does not know. Make it with `add_weight`."
+                )
+        # What Keras calls assets has no place in the file.
+        if hasattr(layer, "save_assets") and not layer.get_config().get("vocabulary"):
+            raise ValueError(
+                f"The vocabulary of layer {layer.name!r} is not part of its "
+                "configuration. Give it as the argument `vocabulary`, instead of "
+                "`adapt`."
+            )
+    ruled = {id(v) for _, variables in posteriors(model) for v in variables}
+    for variable in here:
+        if id(variable) not in ruled:
+            _storable(variable, None)
+    _check_finite(model, [v for v in here if id(v) not in ruled])
+
+
 def plain_architecture(model: keras.Model) -> dict:
     """Serializes the network without anything variational, as Keras' JSON.
 
     Raises:
       ValueError: if the model contains a variational layer of another package, for
-        which no plain layer is known.
+        which no plain layer is known, or something that JSON cannot say.
     """
     if isinstance(model, VariationalModel):
         return plain_architecture(model.net)
-    config = keras.saving.serialize_keras_object(model)
-    return _rename(_strip(config), _places(model))
+    try:
+        config = keras.saving.serialize_keras_object(model)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{model.name!r} has no configuration: {error} Its layers need `get_config`."
+        ) from error
+    architecture = _rename(_strip(config), _places(model))
+    try:
+        json.dumps(architecture, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"The configuration of {model.name!r} cannot be written as JSON: {error}. "
+            "Its layers must not have arguments that are infinite or NaN."
+        ) from error
+    return architecture
 
 
 def build_network(
@@ -274,6 +327,29 @@ def _names(model, variables) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
+
+
+def _check_finite(model, variables):
+    """Raises a ValueError if variables of layers that train are not finite.
+
+    Frozen layers may hold such constants; elsewhere it is divergence that has not
+    reached the loss, as in the statistics of a BatchNormalization.
+    """
+    frozen = {
+        id(v)
+        for layer in model._flatten_layers()
+        if not layer.trainable
+        for v in layer.weights
+    }
+    for v in variables:
+        value = keras.ops.convert_to_numpy(v)
+        if value.dtype.name == "bfloat16" or value.dtype.kind in "fc":
+            if id(v) not in frozen and not np.all(np.isfinite(value)):
+                raise ValueError(
+                    f"Variable {v.path} holds values that are not finite: look for "
+                    "divergence in training. If they are meant, freeze its layer "
+                    "(`trainable = False`)."
+                )
 
 
 def _storable(variable, dtype: str | None) -> np.ndarray:

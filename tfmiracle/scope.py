@@ -54,8 +54,11 @@ class SubstitutionScope(keras.StatelessScope):
     def add_update(self, update):
         variable, value = update
         if id(variable) in self.state_mapping:
-            super().add_update(update)
-        elif self.original_scope is not None:
+            raise ValueError(
+                f"A layer assigns to {variable.path!r}, which the posterior samples. "
+                "Keep it out of the code, with a rule that stores it."
+            )
+        if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
             variable._direct_assign(value)
