@@ -639,7 +639,7 @@ def test_layers_that_assign_to_their_weights(eager):
     normal = layers.SpectralNormalization(layers.Dense(3, name="dense"))
     net = keras.Sequential([layers.Input((4,)), normal])
     x = np.ones((2, 4), np.float32)
-    with pytest.raises(ValueError, match="assigns to .*dense/kernel.*rule"):
+    with pytest.raises(ValueError, match=r"assigns to .*dense/kernel.*rule"):
         VariationalModel(net)(x, training=True)
     before = normal.layer.kernel.numpy()
     VariationalModel(net, rules={"dense/kernel": "store"})(x, training=True)

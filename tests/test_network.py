@@ -513,7 +513,7 @@ def test_vocabularies_must_be_arguments():
         return variational(keras.Sequential(parts))
 
     check_network(net(vocabulary=[3, 4, 5]))
-    with pytest.raises(ValueError, match="layer 'integer_lookup.*`vocabulary`"):
+    with pytest.raises(ValueError, match=r"layer 'integer_lookup.*`vocabulary`"):
         check_network(net())
 
 

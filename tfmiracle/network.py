@@ -62,7 +62,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         dtypes = model.stored_dtypes
         # The layout tells of the others.
         rules = {k: v for k, v in model.rules.items() if Treatment.parse(v).stored}
-    _check_finite(model, stored)
+    _check_stored(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
         "tfmiracle": tfmiracle.__version__,
@@ -110,8 +110,8 @@ def check_network(model: keras.Model) -> None:
             values = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(v, tf.Variable) for v in values):
                 raise ValueError(
-                    f"`{name}` of layer {layer.name!r} is a tf.Variable, of which Keras "
-                    "does not know. Make it with `add_weight`."
+                    f"`{name}` of layer {layer.name!r} is a tf.Variable, of which "
+                    "Keras does not know. Make it with `add_weight`."
                 )
         # What Keras calls assets has no place in the file.
         if hasattr(layer, "save_assets") and not layer.get_config().get("vocabulary"):
@@ -121,10 +121,7 @@ def check_network(model: keras.Model) -> None:
                 "`adapt`."
             )
     ruled = {id(v) for _, variables in posteriors(model) for v in variables}
-    for variable in here:
-        if id(variable) not in ruled:
-            _storable(variable, None)
-    _check_finite(model, [v for v in here if id(v) not in ruled])
+    _check_stored(model, [v for v in here if id(v) not in ruled])
 
 
 def plain_architecture(model: keras.Model) -> dict:
@@ -140,7 +137,8 @@ def plain_architecture(model: keras.Model) -> dict:
         config = keras.saving.serialize_keras_object(model)
     except NotImplementedError as error:
         raise ValueError(
-            f"{model.name!r} has no configuration: {error} Its layers need `get_config`."
+            f"{model.name!r} has no configuration: {error} Its layers need "
+            "`get_config`."
         ) from error
     architecture = _rename(_strip(config), _places(model))
     try:
@@ -329,11 +327,11 @@ def _names(model, variables) -> list[str]:
     return names
 
 
-def _check_finite(model, variables):
-    """Raises a ValueError if variables of layers that train are not finite.
+def _check_stored(model, variables):
+    """Raises a ValueError if variables cannot be stored, or should not be.
 
-    Frozen layers may hold such constants; elsewhere it is divergence that has not
-    reached the loss, as in the statistics of a BatchNormalization.
+    Frozen layers may hold constants that are not finite. Elsewhere they are divergence
+    that has not reached the loss, as in the statistics of a BatchNormalization.
     """
     frozen = {
         id(v)
@@ -342,14 +340,12 @@ def _check_finite(model, variables):
         for v in layer.weights
     }
     for v in variables:
-        value = keras.ops.convert_to_numpy(v)
-        if value.dtype.name == "bfloat16" or value.dtype.kind in "fc":
-            if id(v) not in frozen and not np.all(np.isfinite(value)):
-                raise ValueError(
-                    f"Variable {v.path} holds values that are not finite: look for "
-                    "divergence in training. If they are meant, freeze its layer "
-                    "(`trainable = False`)."
-                )
+        if id(v) not in frozen and not np.all(np.isfinite(_storable(v, None))):
+            raise ValueError(
+                f"Variable {v.path} holds values that are not finite: look for "
+                "divergence in training. If they are meant, freeze its layer "
+                "(`trainable = False`)."
+            )
 
 
 def _storable(variable, dtype: str | None) -> np.ndarray:
