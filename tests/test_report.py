@@ -1,24 +1,23 @@
-"""The report of a study, from records made up here."""
+"""The report of a study, from records made up."""
 
 import base64
 import csv
 import io
 import json
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from study_records import FALLING, curve, loaded, record, saved, sparse, with_all
 from support import run_python
 
 from tfmiracle import report
+from tfmiracle.figures import FIGURES
+from tfmiracle.records import read_records
 from tfmiracle.report import (
     convergence_table,
-    iterations_to_converge,
-    mean_and_error,
     pruning_statements,
-    read_records,
     table1,
     write_report,
 )
@@ -26,57 +25,7 @@ from tfmiracle.report import (
 TABLES = {
     f"{t}.{s}" for t in ("table1", "convergence", "statements") for s in ("md", "csv")
 }
-PICTURES = {
-    f"{name}.{suffix}"
-    for name in ("dynamics", "histograms", "pruning")
-    for suffix in ("png", "svg")
-}
-
-
-def curve(cross_entropy, kl_bits=None, phase="variational"):
-    count = len(cross_entropy)
-    return {
-        "phase": [phase] * count,
-        "step": [100 * (i + 1) for i in range(count)],
-        "cross_entropy": list(cross_entropy),
-        "kl_bits": [20.0] * count if kl_bits is None else list(kl_bits),
-        "accuracy": [0.9] * count,
-    }
-
-
-def record(parameterization="mean_kl", block_size=20, seed=0, **changes):
-    """A small one without histograms and pruning."""
-    made = {
-        "format": 1,
-        "parameterization": parameterization,
-        "block_size": block_size,
-        "seed": seed,
-        "scale": 0.5,
-        "model": "lenet5",
-        "data": "mnist",
-        "settings": {
-            "parameterization": parameterization,
-            "block_size": block_size,
-            "block_bits": 20,
-            "kl_bits": None,
-            "seed": seed,
-        },
-        "versions": {"tfmiracle": "0.1.0", "numpy": "2.0 <beta> & more"},
-        "machine": {"processor": "a processor", "cores": 2},
-        "seconds": 1800.0,
-        "sizes": {
-            "payload_ratio": {20: 555.26, 30: 833.4, 40: 1111.1}.get(block_size, 5)
-        },
-        "sha256": "00",
-        "errors": {"posterior_mean": 0.01, "posterior_sample": 0.02, "decoded": 0.009},
-        "steps": {
-            "train": {"mean_var": 100_000, "mean_kl": 50_000}[parameterization],
-            "total": 174_200,
-        },
-        "curve": curve([2, 1, 0.5, 0.2, 0.1, 0.1]),
-        "coding": {"step": [], "blocks": [], "kl_bits": []},
-    }
-    return {**made, **changes}
+PICTURES = {f"{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")}
 
 
 def with_error(decoded, *cell):
@@ -97,44 +46,6 @@ def with_pruning(parameterization, seed=0, **accuracies):
     return record(parameterization, 20, seed, pruning=pruning)
 
 
-def with_all(parameterization, block_size=20, seed=0):
-    rng = np.random.default_rng([block_size, seed, len(parameterization)])
-    counts = rng.integers(0, 50, 20).tolist()
-    edges = np.linspace(-1 - seed, 1, 21).tolist()
-    histogram = {"edges": edges, "counts": counts}
-    fractions = np.linspace(0, 1, 11)
-    pruned = {
-        "fractions": fractions.tolist(),
-        "accuracy": (0.98 - 0.8 * fractions**2 - 0.01 * rng.random()).tolist(),
-    }
-    return record(
-        parameterization,
-        block_size,
-        seed,
-        curve=curve(
-            2 * np.exp(-np.arange(40) / 8) + 0.1 + 0.01 * rng.random(40),
-            [*np.geomspace(300, 20, 20), *[20] * 19, None],
-        ),
-        histograms={
-            name: {"loc": histogram, "log_scale": histogram}
-            for name in ("conv1/kernel", "conv1/bias")
-        },
-        pruning={s: pruned for s in ("uniform", "magnitude", "kl")},
-    )
-
-
-def saved(folder, *records):
-    (folder / "records").mkdir(exist_ok=True)
-    for r in records:
-        name = f"{r['parameterization']}_b{r['block_size']}_s{r['seed']}.json"
-        (folder / "records" / name).write_text(json.dumps(r))
-    return folder
-
-
-def loaded(folder, *records):
-    return read_records(saved(folder, *records))
-
-
 def find(rows, block_size, parameterization):
     (row,) = (
         r
@@ -144,13 +55,7 @@ def find(rows, block_size, parameterization):
     return row
 
 
-# Numbers
-
-
-def test_mean_and_error():
-    assert mean_and_error([]) == (None, None)
-    assert mean_and_error([3]) == (3, None)
-    assert mean_and_error([1, 2, 3, 4, 5]) == (3, pytest.approx((2.5 / 5) ** 0.5))
+# Tables
 
 
 def test_table1_is_exact(tmp_path):
@@ -197,9 +102,7 @@ def test_table1_is_exact(tmp_path):
     for key in ("payload_ratio", "decoded_error_percent", "train_steps", "total_steps"):
         assert missing[key] is None
 
-    text = report._markdown(
-        report._table1_rows(cells), report._table1_notes(records, cells)
-    )
+    text = report._markdown(*report._table1_text(records, cells))
     table, notes = text.split("\n\n", 1)
     assert table.split("\n") == [
         "| Block size | Ratio | Mean-Var, % | n | Mean-Var, paper, % "
@@ -236,77 +139,19 @@ def test_outside_the_papers_spread(tmp_path):
     assert cell["difference_in_errors"] == pytest.approx(0.33 / error, abs=1e-4)
     assert cell["outside_paper_spread"] is True
     assert find(cells, 40, "mean_kl")["outside_paper_spread"] is False
-    assert report._table1_notes(records, cells)[-1] == (
+    assert report._table1_text(records, cells)[1][-1] == (
         "Outside the paper's spread, more than 2 combined standard errors from the "
         "paper's mean: Mean-Var with blocks of 40 (+0.33 points, +4.7 standard errors)."
     )
 
 
 def test_block_sizes_that_the_paper_lacks(tmp_path):
-    cells = table1(loaded(tmp_path, record(block_size=25)))
+    records = loaded(tmp_path, record(block_size=25))
+    cells = table1(records)
     assert [c["block_size"] for c in cells[::2]] == [20, 25, 30, 40]
     cell = find(cells, 25, "mean_kl")
     assert cell["paper_error_percent"] is None and cell["paper_train_steps"] is None
-    assert report._table1_rows(cells)[2][5:] == ["0.90 ± n/a", "1", "—"]
-
-
-# Convergence
-
-FALLING = [5, 4, 3, 2, 1.2, 1.1, 1.05, 1.02, 1.01, 1.0]  # converged from the sixth on
-
-
-@pytest.mark.parametrize(
-    "cross_entropy, kl_bits, expected",
-    [
-        (FALLING, None, 600),
-        (FALLING, [20.2] * 10, 600),  # 1 % over the budget is at it
-        (FALLING, [20.21] * 10, None),
-        (FALLING, [5.0] * 10, 600),
-        (FALLING, [300] * 8 + [20] * 2, 900),
-        (FALLING, [300] * 2 + [20] * 8, 600),
-        (FALLING, [20] * 9 + [21], None),
-        (FALLING, [None] * 7 + [20] * 3, 800),
-        (FALLING, [None] * 10, None),
-        ([1.0] * 10, None, 100),
-        ([1.0] * 6 + [1.5] + [1.0] * 3, None, 800),  # from which on, not at which
-        ([3.0] * 9 + [1.0], None, 1000),  # the last window is the measure
-        ([1.0], None, 100),
-        ([], None, None),
-    ],
-)
-def test_iterations_to_converge(cross_entropy, kl_bits, expected):
-    assert iterations_to_converge(curve(cross_entropy, kl_bits), 20) == expected
-
-
-def test_final_value_is_the_mean_over_the_last_windows():
-    # Of 40 windows the last two: (0.8 + 1.2) / 2 = 1; smoothed over one on each side.
-    values = [1.2] * 20 + [1.1] * 18 + [0.8, 1.2]
-    assert iterations_to_converge(curve(values), 20) == 2100
-    values = [1.2] * 20 + [1.11] * 18 + [0.8, 1.2]
-    assert iterations_to_converge(curve(values), 20) == 3900
-
-
-def test_single_windows_do_not_count():
-    values = [2.0] * 30 + [1.0] * 70
-    assert iterations_to_converge(curve(values), 20) == 3100
-    values[80] = 9.0
-    kl_bits = [20.0] * 100
-    kl_bits[60] = 400.0
-    assert iterations_to_converge(curve(values, kl_bits), 20) == 3100
-    values[80:86] = [9.0] * 6
-    assert iterations_to_converge(curve(values, kl_bits), 20) == 8700
-
-
-def test_only_variational_training_counts():
-    phases = [
-        curve([9, 9], [None, None], "warmup"),
-        curve(FALLING),
-        curve([3, 3, 3], [400, None, 400], "coding"),
-    ]
-    joined = {key: [v for p in phases for v in p[key]] for key in phases[0]}
-    joined["step"] = [100 * (i + 1) for i in range(15)]
-    assert iterations_to_converge(joined, 20) == 800
-    assert iterations_to_converge(phases[2], 500) is None
+    assert report._table1_text(records, cells)[0][2][5:] == ["0.90 ± n/a", "1", "—"]
 
 
 def test_convergence_table(tmp_path):
@@ -333,7 +178,7 @@ def test_convergence_table(tmp_path):
     }
     assert find(table, 30, "mean_kl")["n"] == 0
     assert find(table, 30, "mean_var")["iterations"] is None
-    assert report._convergence_rows(table)[1:] == [
+    assert report._convergence_text(table)[0][1:] == [
         [
             "20",
             "900 ± 100",
@@ -439,153 +284,6 @@ def test_accuracy_between_measured_fractions(tmp_path):
     assert statements(tmp_path, made)[0] == ("yes", "Mean-KL: 85.0 ± n/a %")
 
 
-# Records
-
-
-def test_order_of_records(tmp_path):
-    records = loaded(
-        tmp_path,
-        record("mean_kl", 30, 0),
-        record("mean_kl", 20, 10),
-        record("mean_kl", 20, 9),
-        record("mean_var", 20, 0),
-    )
-    assert [r["file"].rpartition("/")[2] for r in records] == [
-        "mean_var_b20_s0.json",
-        "mean_kl_b20_s9.json",
-        "mean_kl_b20_s10.json",
-        "mean_kl_b30_s0.json",
-    ]
-
-
-def test_no_records(tmp_path):
-    for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ValueError, match=r"records holds no records.*study"):
-            write_report(folder)
-    assert not (tmp_path / "report").exists()
-
-
-@pytest.mark.parametrize(
-    "text, match",
-    [
-        ("", "no readable JSON"),
-        ('{"format": 1', "no readable JSON"),
-        ('{"format": NaN}', "NaN is not JSON"),
-        ("[" * 100_000, "no readable JSON"),
-        ("[]", "lacks 'format'"),
-        ("{}", "lacks 'format'"),
-    ],
-)
-def test_files_that_are_no_records(tmp_path, text, match):
-    folder = saved(tmp_path, record())
-    (folder / "records" / "odd.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"odd\.json.*{match}"):
-        write_report(folder)
-
-
-BAD = [
-    ("format", 2, "format must be 1"),
-    ("parameterization", "mean", "parameterization must be one of mean_var, mean_kl"),
-    ("block_size", 0, "block_size must be an integer of at least 1"),
-    ("seed", True, "seed must be an integer"),
-    ("scale", "1", "scale must be a positive number"),
-    ("settings", [], "settings must be an object"),
-    ("settings.block_bits", None, "settings.block_bits must be an integer"),
-    ("settings.kl_bits", -1, "settings.kl_bits must be a number of at least 0"),
-    ("sizes", 3, "lacks 'sizes.payload_ratio'"),
-    ("errors.decoded", 0.9, None),
-    ("errors.decoded", 1.5, "errors.decoded must be a number from 0 to 1"),
-    ("errors.posterior_mean", None, "errors.posterior_mean must be a number"),
-    ("curve.step", [6, 5, 4, 3, 2, 1], "curve.step must be a list of numbers in order"),
-    ("curve.cross_entropy", [1, None], "curve.cross_entropy must be a list of numbers"),
-    ("curve.kl_bits", [1, None], "curve has lists of different lengths"),
-    ("curve.phase", [1, 1], "curve.phase must be a list of texts"),
-    ("histograms", 5, "histograms must be an object"),
-    ("histograms.a/kernel", {}, "lacks 'histograms.a/kernel.loc'"),
-    (
-        "histograms.a/kernel",
-        {"loc": {"edges": [0, 1], "counts": [1, 2]}},
-        "histograms.a/kernel.loc must have one edge more than counts",
-    ),
-    (
-        "histograms.a/kernel",
-        {"loc": {"edges": [1, 0], "counts": [1]}},
-        "histograms.a/kernel.loc.edges must be numbers in order",
-    ),
-    ("pruning", [1], "pruning must be an object"),
-    ("pruning.other", {}, "pruning must be by uniform, magnitude, kl"),
-    ("pruning.kl", {"fractions": [0, 1]}, "lacks 'pruning.kl.accuracy'"),
-    (
-        "pruning.kl",
-        {"fractions": [0, 100], "accuracy": [1, 0]},
-        "pruning.kl.fractions must be increasing numbers from 0 to 1",
-    ),
-    (
-        "pruning.kl",
-        {"fractions": [0, 1], "accuracy": [1]},
-        "kl has lists of different lengths",
-    ),
-]
-
-
-@pytest.mark.parametrize("key, value, match", BAD)
-def test_bad_records(tmp_path, key, value, match):
-    made = record(histograms={}, pruning={})
-    *path, last = key.split(".")
-    place = made
-    for part in path:
-        place = place[part]
-    place[last] = value
-    folder = saved(tmp_path, record(seed=1))
-    (folder / "records" / "bad.json").write_text(json.dumps(made))
-    if match is None:
-        assert len(read_records(folder)) == 2
-        return
-    with pytest.raises(ValueError, match=re.escape(match)) as caught:
-        read_records(folder)
-    assert str(folder / "records" / "bad.json") in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["scale", "model", "settings", "versions", "seconds", "errors", "steps", "curve"],
-)
-def test_every_key_is_needed(tmp_path, key):
-    made = record()
-    del made[key]
-    with pytest.raises(ValueError, match=rf"mean_kl_b20_s0.json lacks '{key}'"):
-        loaded(tmp_path, made)
-
-
-@pytest.mark.parametrize(
-    "changes, match",
-    [
-        ({"scale": 1.0}, r"differ in scale \(0.5 and 1.0\).*one study"),
-        ({"model": "digits_cnn"}, "differ in model"),
-        ({"data": "fashion_mnist"}, "differ in data"),
-        ({"settings": {"block_bits": 16}}, r"differ in settings\.block_bits"),
-        (
-            {"steps": {"train": 7, "total": 7}},
-            r"differ in steps\.train \(50000 and 7\)",
-        ),
-    ],
-)
-def test_records_that_do_not_belong_together(tmp_path, changes, match):
-    with pytest.raises(ValueError, match=match) as caught:
-        loaded(tmp_path, record(seed=0), record(seed=1, **changes))
-    for name in ("mean_kl_b20_s0.json", "mean_kl_b20_s1.json"):
-        assert name in str(caught.value)
-
-
-def test_records_of_the_same_run(tmp_path):
-    folder = saved(tmp_path, record())
-    (folder / "records" / "copy.json").write_text(json.dumps(record()))
-    with pytest.raises(
-        ValueError, match=r"copy\.json and .*are records of the same run"
-    ):
-        read_records(folder)
-
-
 # What is written
 
 
@@ -636,19 +334,6 @@ def test_tables_are_written(made):
         assert None not in rows[0] and None not in rows[0].values()
     for answer in ("no", "yes"):
         assert f"| {answer} |" in (folder / "statements.md").read_text()
-
-
-def test_pictures(made):
-    folder = made[0] / "report"
-    for name in PICTURES:
-        data = (folder / name).read_bytes()
-        if name.endswith(".png"):
-            assert data.startswith(b"\x89PNG\r\n\x1a\n")
-            assert int.from_bytes(data[16:20], "big") > 600  # pixels
-        else:
-            root = ElementTree.fromstring(data)
-            assert root.tag == "{http://www.w3.org/2000/svg}svg"
-            assert b"<dc:date>" not in data
 
 
 def test_page_needs_nothing_else(made):
@@ -716,66 +401,12 @@ def test_figures_without_data(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_sparse_records(tmp_path):
-    """Nothing that a study may leave makes the figures fail or complain."""
-    pytest.importorskip("matplotlib")
-    flat = {"edges": [-1, 0, 1], "counts": [0, 0]}
-    sparse = record(
-        "mean_var",
-        50,
-        3,
-        curve=curve([0.0, 1.0], [None, None]),
-        histograms={"w": {"loc": flat, "log_scale": flat}},
-        pruning={"kl": {"fractions": [0.5], "accuracy": [0.3]}},
-    )
-    other = record(
-        "mean_kl", 50, 0, curve=curve([1.0], [20]), histograms={}, pruning={}
-    )
-    folder = saved(tmp_path, sparse, other)
-    summary = write_report(folder)
-    assert set(summary["files"]) == TABLES | PICTURES | {"report.html"}
-
-
-def test_histograms_are_of_a_block_size_that_both_have(tmp_path):
-    lacking = with_all("mean_kl", 20)
-    del lacking["histograms"]
-    records = loaded(
-        tmp_path,
-        with_all("mean_var", 20),
-        lacking,
-        *(with_all(p, 30, s) for p in ("mean_var", "mean_kl") for s in (1, 2)),
-    )
-    shown = report._shown_histograms(records)
-    assert {p: (r["block_size"], r["seed"]) for p, r in shown.items()} == {
-        "mean_var": (30, 1),
-        "mean_kl": (30, 1),
-    }
-    shown = report._shown_histograms(records[:2])
-    assert {p: r["block_size"] for p, r in shown.items()} == {"mean_var": 20}
-
-
-def test_bins_without_width():
-    pytest.importorskip("matplotlib")
-    axis = report._figure(1, 1).subplots()
-    histogram = {"edges": [0, 0, 1, 1, 3, 3], "counts": [1, 2, 3, 4, 10]}
-    density = report._draw_histogram(axis, "mean_kl", histogram)
-    np.testing.assert_allclose(density, [3 / 20, 17 / 20 / 2])
-    histogram = {"edges": [2, 2], "counts": [5]}
-    assert not len(report._draw_histogram(axis, "mean_kl", histogram))
-
-
-def test_curves_over_seeds():
-    runs = [
-        record(curve=curve([1, 2, 3], [None, 20, 20])),
-        record(curve=curve([3, 4, 5, 6], [None, 30, 40, 50])),
-    ]
-    step, mean, low, high = report._over_seeds(runs, "cross_entropy")
-    np.testing.assert_array_equal(step, [100, 200, 300, 400])
-    np.testing.assert_array_equal(mean, [2, 3, 4, 6])
-    np.testing.assert_array_equal(low, [1, 2, 3, 6])
-    np.testing.assert_array_equal(high, [3, 4, 5, 6])
-    mean = report._over_seeds(runs, "kl_bits")[1]
-    np.testing.assert_array_equal(mean, [np.nan, 25, 30, 50])
+def test_tables_of_sparse_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "draw_figures", lambda records: {})
+    summary = write_report(saved(tmp_path, *sparse()))
+    assert set(summary["files"]) == TABLES | {"report.html"}
+    assert [row["converged"] for row in summary["convergence"]] == [0, 1]
+    assert {s["answer"] for s in summary["statements"]} == {"no data"}
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
@@ -786,3 +417,9 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"pip install 'tfmiracle\[report\]'"):
         write_report(folder)
     assert not (folder / "report").exists()
+
+
+def test_nothing_is_written_without_records(tmp_path):
+    with pytest.raises(ValueError, match="holds no records"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report").exists()

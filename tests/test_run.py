@@ -1,13 +1,13 @@
 """Runs that are killed and go on."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import keras
 import numpy as np
@@ -60,21 +60,24 @@ def data():
     return x, np.argmax(x[:, :3], axis=1)
 
 
-def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
+def network(seed=None):
     keras.utils.set_random_seed(3)
-    net = keras.Sequential(
+    return keras.Sequential(
         [
             keras.layers.Input((6,), name="x"),
             keras.layers.Dense(20, "relu", name="one"),
             keras.layers.BatchNormalization(name="norm"),
-            keras.layers.Dropout(0.2, name="drop"),
+            keras.layers.Dropout(0.2, seed=seed, name="drop"),
             keras.layers.Dense(3, name="two"),
         ],
         name="net",
     )
+
+
+def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
     options = {"validation_data": data(), "loss": LOSS, **options}
     return tfmiracle.compress(
-        net,
+        network(),
         data(),
         path=folder / "net.miracle",
         recipe=recipe,
@@ -86,42 +89,59 @@ def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
     )
 
 
+def assert_goes_on(folder):
+    """A run comes to its next step; there it is ended."""
+    with pytest.raises(Killed):
+        compress(folder, kill=1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(recipe, workdir) -> folder and result of a run that nothing stopped."""
+
+    @functools.cache
+    def make(recipe, workdir):
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, compress(folder, workdir, recipe=recipe, keep_posterior=True)
+
+    return make
+
+
 def without_time(rows):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-# In the first phase, in the second, while coding, and several times.
+# In the first phase, in the second and while coding; twice in each, or once.
 @pytest.mark.parametrize(
-    "parameterization, all_kills",
-    [("mean_kl", [[3, 2], [10, 1], [16, 1]]), ("mean_var", [[7, 8]])],
+    "parameterization, workdir, kills",
+    [("mean_kl", "work", [3, 2, 5, 1, 5, 1]), ("mean_var", None, [7, 8])],
 )
 def test_killed_anywhere_the_result_is_the_same(
-    parameterization, all_kills, tmp_path, every_step
+    parameterization, workdir, kills, tmp_path, every_step, whole
 ):
     recipe = dataclasses.replace(RECIPE, parameterization=parameterization)
-    folder = tmp_path / "whole"
-    folder.mkdir()
-    whole = compress(folder, None, recipe=recipe)
-    expected = (folder / "net.miracle").read_bytes()
-    assert not (folder / "work").exists()
-    for kills in all_kills:
-        folder = tmp_path / "-".join(map(str, kills))
-        folder.mkdir()
-        for kill in kills:
-            with pytest.raises(Killed):
-                compress(folder, kill=kill, recipe=recipe)
-            assert not (folder / "net.miracle").exists()
-        result = compress(folder, recipe=recipe)
-        assert (folder / "net.miracle").read_bytes() == expected
-        assert result.stages == whole.stages
-        assert without_time(result.history) == without_time(whole.history)
-        assert result.curve == whole.curve
+    folder, expected = whole(recipe, workdir)
+    assert (folder / "work").exists() == bool(workdir)
+    for kill in kills:
+        with pytest.raises(Killed):
+            compress(tmp_path, kill=kill, recipe=recipe)
+        assert not (tmp_path / "net.miracle").exists()
+    result = compress(tmp_path, recipe=recipe)
+    data = (folder / "net.miracle").read_bytes()
+    assert (tmp_path / "net.miracle").read_bytes() == data
+    assert result.stages == expected.stages
+    assert without_time(result.history) == without_time(expected.history)
+    assert result.curve == expected.curve
 
 
-def test_a_finished_run_is_not_repeated(tmp_path, every_step, monkeypatch):
-    first = compress(tmp_path, keep_posterior=True)
+def test_a_finished_run_is_not_repeated(tmp_path, every_step, whole, monkeypatch):
+    folder, first = whole(RECIPE, "work")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     names = {p.name for p in (tmp_path / "work").iterdir()}
     assert names - {"lock"} == {"result.json", "coded.miracle", "coded.posterior.npz"}
+    other = dataclasses.replace(RECIPE, seed=1)
+    with pytest.raises(ValueError, match="other settings: recipe differ"):
+        compress(tmp_path, recipe=other, keep_posterior=True)
     monkeypatch.setattr(keras.Model, "fit", None)
     again = compress(tmp_path, keep_posterior=True)
     assert again.stages == first.stages and again.history == first.history
@@ -151,9 +171,7 @@ def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):
     with pytest.raises(ValueError, match="other settings: validation_data differ"):
         compress(tmp_path, validation_data=(x + 1, y))
     assert (tmp_path / "work" / "state.npz").read_bytes() == state
-    compress(tmp_path)
-    with pytest.raises(ValueError, match="other settings: recipe differ"):
-        compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
+    assert_goes_on(tmp_path)
 
 
 def test_one_run_at_a_time(tmp_path, every_step):
@@ -162,7 +180,7 @@ def test_one_run_at_a_time(tmp_path, every_step):
         pytest.raises(ValueError, match="in use by another run"),
     ):
         compress(tmp_path)
-    compress(tmp_path)
+    assert_goes_on(tmp_path)
 
 
 def test_damaged_states_are_named(tmp_path, every_step):
@@ -179,13 +197,13 @@ def test_damaged_states_are_named(tmp_path, every_step):
     with pytest.raises(ValueError, match=r"result.json is damaged"):
         compress(tmp_path)
     (tmp_path / "work" / "result.json").unlink()
-    compress(tmp_path)
+    assert_goes_on(tmp_path)
 
 
 def test_left_over_parts_are_removed(tmp_path, every_step):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / ".miracle-abc.tmp").write_bytes(b"half")
-    compress(tmp_path)
+    assert_goes_on(tmp_path)
     assert not list((tmp_path / "work").glob(".miracle-*"))
 
 
@@ -203,11 +221,11 @@ def test_a_full_disk_loses_nothing(tmp_path, every_step, monkeypatch):
             compress(tmp_path)
     assert (tmp_path / "work" / "state.npz").read_bytes() == state
     assert not list((tmp_path / "work").glob(".miracle-*"))
-    compress(tmp_path)
+    assert_goes_on(tmp_path)
 
 
-def test_the_curve_covers_all_phases(tmp_path, every_step):
-    result = compress(tmp_path)
+def test_the_curve_covers_all_phases(every_step, whole):
+    _, result = whole(RECIPE, "work")
     phases = [row["phase"] for row in result.curve]
     assert phases == ["warmup"] * 6 + ["variational"] * 8 + ["coding"] * len(
         phases[14:]
@@ -225,59 +243,68 @@ def test_the_curve_covers_all_phases(tmp_path, every_step):
 
 
 SCRIPT = """
-import sys
+import os, signal, sys, threading
 from tfmiracle import cli, run
-run._CHECKPOINT_SECONDS = 0.2
-sys.exit(cli.main(sys.argv[1:]))
+
+states, delay, *arguments = sys.argv[1:]
+left, write = int(states), run.write_atomically
+
+def write_and_count(*args, **kwargs):
+    global left
+    write(*args, **kwargs)
+    left -= 1
+    if not left:
+        kill = os.getpid(), signal.SIGKILL
+        threading.Timer(float(delay), os.kill, kill).start()
+
+run.write_atomically = write_and_count
+run._CHECKPOINT_SECONDS = run._CHECKPOINT_SHARE = 0.0
+sys.exit(cli.main(arguments))
 """
 
 
 @pytest.mark.slow
 def test_sigkill(tmp_path):
-    """The command line, killed by the system at random moments."""
+    """The command line, killed by the system at random moments.
 
-    def command(folder):
+    Each kill comes a random time after some states, of which a run writes 41.
+    """
+    x, y = data()
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    net = network(seed=1)
+    net.compile("adam", LOSS)
+    net.save(tmp_path / "net.keras")
+
+    def start(folder, states=0, delay=0.0):
         arguments = (
-            "compress --data=digits --model=digits_cnn --rules=dense1/kernel:hash=64 "
-            "--block_size=400 --block_bits=8 --warmup_steps=60 --train_steps=150 "
-            f"--blocks_per_round=2 --finetune_steps=10 --output={folder}/net.miracle "
+            f"compress --data={tmp_path}/data.npz --model={tmp_path}/net.keras "
+            "--rules=one/kernel:hash=2 --block_size=16 --block_bits=8 --batch_size=16 "
+            "--warmup_steps=60 --train_steps=300 --blocks_per_round=2 "
+            f"--finetune_steps=10 --output={folder}/net.miracle "
             f"--workdir={folder}/work --json"
         )
-        return [sys.executable, "-c", SCRIPT, *arguments.split()]
+        folder.mkdir(exist_ok=True)
+        with (folder / "log").open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(states), str(delay)]
+                + arguments.split(),
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
 
-    def start(folder):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.Popen(
-            command(folder),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-        )
+    def log(folder):
+        return (folder / "log").read_text()
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
-    broken.mkdir()
-    begin = time.monotonic()
-    assert start(whole).wait(timeout=600) == 0
-    duration = time.monotonic() - begin
-
-    expected = (whole / "net.miracle").read_bytes()
     rng = np.random.default_rng(0)
-    kills = 0
-    for _ in range(30):
-        # Nothing half-written stands under the final name, ever.
-        if (broken / "net.miracle").exists():
-            assert (broken / "net.miracle").read_bytes() == expected
-        process = start(broken)
-        try:
-            process.wait(timeout=float(rng.uniform(0.4, 1.0) * duration))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            continue
-        assert process.returncode == 0, process.stderr.read()
-        break
-    assert kills >= 1
+    with start(whole) as unbroken:
+        for states in rng.integers(1, 10, 2):
+            killed = start(broken, states, rng.uniform(0, 0.2))
+            assert killed.wait(timeout=600) == -signal.SIGKILL, log(broken)
+            # Nothing half-written stands under the final name, ever.
+            assert not (broken / "net.miracle").exists()
+        assert start(broken).wait(timeout=600) == 0, log(broken)
+        assert unbroken.wait(timeout=600) == 0, log(whole)
+    expected = (whole / "net.miracle").read_bytes()
     assert (broken / "net.miracle").read_bytes() == expected
-    shutil.rmtree(broken)

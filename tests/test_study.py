@@ -36,24 +36,31 @@ def tiny(input_shape, num_classes):
     )
 
 
-@pytest.fixture
-def small(tmp_path, quick, monkeypatch):
-    """A study of four runs on 40 examples."""
-    monkeypatch.setitem(ARCHITECTURES, "lenet5", tiny)
-    monkeypatch.setattr(study, "PRUNED_FRACTIONS", (0.0, 0.5))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with 40 examples."""
+    folder = tmp_path_factory.mktemp("made")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 5)).astype(np.float32)
     y = np.argmax(x[:, :3], 1)
     np.savez(
-        tmp_path / "toy.npz",
+        folder / "toy.npz",
         x_train=x[:40],
         y_train=y[:40],
         x_test=x[40:],
         y_test=y[40:],
     )
+    return folder
+
+
+@pytest.fixture
+def small(folder, quick, monkeypatch):
+    """A study of four runs."""
+    monkeypatch.setitem(ARCHITECTURES, "lenet5", tiny)
+    monkeypatch.setattr(study, "PRUNED_FRACTIONS", (0.0, 0.5))
     return Study(
-        str(tmp_path / "study"),
-        str(tmp_path / "toy.npz"),
+        str(folder / "study"),
+        str(folder / "toy.npz"),
         RECIPE,
         block_sizes=(10,),
         seeds=(0, 1),
@@ -63,22 +70,67 @@ def small(tmp_path, quick, monkeypatch):
     )
 
 
+@pytest.fixture(scope="module")
+def sittings():
+    """What `done` notes, once."""
+    return []
+
+
+@pytest.fixture
+def done(small, sittings, monkeypatch):
+    """A study in three sittings: of each the result, the records and the lines.
+
+    The first is broken off after two runs; during the second another process has the
+    third run.
+    """
+    if sittings:
+        return sittings
+    monkeypatch.setattr(study, "_PROGRESS_SECONDS", 0.0)
+    names = []
+    compress = study.compress
+
+    def stop_at_third(*args, path, **kwargs):
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        names.append(path.stem)
+        return compress(*args, path=path, **kwargs)
+
+    def sit():
+        lines = []
+        try:
+            result = run_study(small, say=lines.append)
+        except KeyboardInterrupt:
+            result = names
+        return result, records(small), lines
+
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "compress", stop_at_third)
+        first = sit()
+    lock = filelock.FileLock(
+        pathlib.Path(small.workdir, "runs", "mean_kl_b10_s1.lock"),
+        is_singleton=False,
+    )
+    with lock:
+        second = sit()
+    sittings += [first, second, sit()]
+    return sittings
+
+
 def records(made):
     paths = sorted((pathlib.Path(made.workdir) / "records").glob("*.json"))
     return {path.stem: json.loads(path.read_bytes()) for path in paths}
 
 
-def test_the_grid(small):
-    lines = []
-    assert run_study(small, say=lines.append) == {"total": 4, "done": 4, "left": 0}
-    made = records(small)
+def test_the_grid(small, done):
+    result, made, _ = done[-1]
+    assert result == {"total": 4, "done": 4, "left": 0}
     assert list(made) == [
         "mean_kl_b10_s0",
         "mean_kl_b10_s1",
         "mean_var_b10_s0",
         "mean_var_b10_s1",
     ]
-    assert sum("error" in line for line in lines) == 4
+    assert sum("error" in line for _, _, lines in done for line in lines) == 4
     for name, record in made.items():
         kind = record["parameterization"]
         assert name == f"{kind}_b{record['block_size']}_s{record['seed']}"
@@ -120,41 +172,17 @@ def test_the_grid(small):
     assert len({record["sha256"] for record in made.values()}) == 4
 
 
-def test_stopped_it_goes_on_and_does_nothing_twice(small, monkeypatch):
-    done = []
-    compress = study.compress
-
-    def stop_at_third(*args, path, **kwargs):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(path.stem)
-        return compress(*args, path=path, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(study, "compress", stop_at_third)
-        with pytest.raises(KeyboardInterrupt):
-            run_study(small, say=lambda line: None)
-    assert done == ["mean_kl_b10_s0", "mean_var_b10_s0"]
-    before = records(small)
-    assert list(before) == done
-
+def test_stopped_it_goes_on_and_does_nothing_twice(done):
+    (names, before, _), (second, _, _), (last, after, _) = done
+    assert names == list(before) == ["mean_kl_b10_s0", "mean_var_b10_s0"]
     # A run that another process has is left to it.
-    lock = filelock.FileLock(
-        pathlib.Path(small.workdir, "runs", "mean_kl_b10_s1.lock"),
-        is_singleton=False,
-    )
-    with lock:
-        result = run_study(small, say=lambda line: None)
-    assert result == {"total": 4, "done": 3, "left": 1}
-    assert run_study(small, say=lambda line: None)["left"] == 0
-    after = records(small)
+    assert second == {"total": 4, "done": 3, "left": 1}
+    assert last["left"] == 0
     for name, record in before.items():
         assert after[name] == record
 
 
-def test_a_working_directory_belongs_to_one_study(small):
-    one = dataclasses.replace(small, seeds=(0,), parameterizations=("mean_kl",))
-    run_study(one, say=lambda line: None)
+def test_a_working_directory_belongs_to_one_study(small, done):
     for change in (
         {"scale": 1.0},
         {"name": "other"},
@@ -165,20 +193,17 @@ def test_a_working_directory_belongs_to_one_study(small):
             ValueError, match=r"mean_kl_b10_s0\.json is of another study"
         ):
             run_study(dataclasses.replace(small, **change))
-    # Further seeds and parameterizations are welcome.
-    more = run_study(dataclasses.replace(small, seeds=(0,)), say=lambda line: None)
-    assert more == {"total": 2, "done": 2, "left": 0}
+    # Further seeds are welcome, and so are parts of the grid.
+    more = dataclasses.replace(small, seeds=(1, 2), parameterizations=("mean_kl",))
+    result = run_study(more, say=lambda line: None)
+    assert result == {"total": 2, "done": 2, "left": 0}
 
 
-def test_progress_tells_the_time_left(small, monkeypatch):
-    monkeypatch.setattr(study, "_PROGRESS_SECONDS", 0.0)
-    lines = []
-    one = dataclasses.replace(small, seeds=(0,))
-    run_study(one, say=lines.append)
+def test_progress_tells_the_time_left(done):
     assert any(
-        line.startswith("mean_var_b10_s0 (2 of 2): cross-entropy ")
+        line.startswith("mean_var_b10_s0 (2 of 4): cross-entropy ")
         and line.endswith("min left for one process")
-        for line in lines
+        for line in done[0][2]
     )
 
 
@@ -229,11 +254,14 @@ def test_the_papers_grid():
 
 @pytest.mark.slow
 def test_the_command_with_two_processes(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    x, y = rng.random((40, 4, 4)).astype(np.float32), np.arange(40) % 2
+    np.savez(tmp_path / "toy.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     arguments = (
-        f"study --data=digits --model=digits_cnn --workdir={tmp_path}/w --scale=0.5 "
-        "--rules=dense1/kernel:hash=64,conv2/kernel:hash=8 --block_sizes=500 --seeds=3 "
-        "--block_bits=6 --kl_bits=5 --train_steps=40 --blocks_per_round=20 "
-        "--finetune_steps=20 --jobs=2 --json"
+        f"study --data={tmp_path}/toy.npz --model=digits_cnn --workdir={tmp_path}/w "
+        "--scale=0.5 --rules=dense1/kernel:hash=64 --block_sizes=500 --seeds=3 "
+        "--block_bits=6 --kl_bits=5 --batch_size=10 --train_steps=40 "
+        "--blocks_per_round=20 --finetune_steps=20 --jobs=2 --json"
     ).split()
     for _ in range(2):
         assert cli.main(arguments) == 0
