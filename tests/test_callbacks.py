@@ -279,6 +279,21 @@ def test_an_early_end_codes_the_rest(tmp_path, quick):
     assert_file_is_the_model(callback, model)
 
 
+def test_weights_that_early_stopping_restores_are_coded(tmp_path, quick):
+    model = wrapped()
+    stopping = keras.callbacks.EarlyStopping(
+        "loss", min_delta=1e3, patience=2, restore_best_weights=True
+    )
+    callback = CompressionCallback(tmp_path / "a", 1, 4, verbose=0)
+    model.fit(
+        *data(), batch_size=8, epochs=9, verbose=0, callbacks=[stopping, callback]
+    )
+    # 18 steps were taken and 5 blocks coded; the weights after 6 steps come back.
+    blocks = [r["blocks"] for r in callback.history]
+    assert blocks == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
+    assert_file_is_the_model(callback, model)
+
+
 @pytest.mark.parametrize("make", [wrapped, of_layers])
 def test_an_interrupted_run_goes_on(tmp_path, quick, make):
     path = tmp_path / "net.miracle"

@@ -219,6 +219,25 @@ def test_bad_data_is_refused(tmp_path):
     refused("empty", data=empty, tmp_path=tmp_path)
 
 
+def test_dropout_without_a_seed_follows_that_of_the_recipe(quick, tmp_path):
+    def run(name, around, seed=0):
+        keras.utils.set_random_seed(around)
+        drop = layers.Dropout(0.5, name="drop")
+        net = keras.Sequential([layers.Input((6,), name="x"), drop, layers.Dense(3)])
+        net.set_weights([np.ones((6, 3)), np.zeros(3)])
+        recipe = dataclasses.replace(FAST, block_size=5, seed=seed)
+        state = drop.seed_generator.state.numpy()
+        result = tfmiracle.compress(
+            net, examples(), None, tmp_path / name, recipe, loss=LOSS, verbose=0
+        )
+        np.testing.assert_array_equal(drop.seed_generator.state, state)
+        return (tmp_path / name).read_bytes(), [row["loss"] for row in result.curve]
+
+    first = run("first", 1)
+    assert run("again", 2) == first
+    assert run("other", 2, seed=1)[1] != first[1]
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, short):
     x, y = examples()
     x[:, 0] = np.nan

@@ -169,12 +169,7 @@ class CompressionCallback(keras.callbacks.Callback):
             for posterior, _ in parts
         ]
         self._posteriors = [posterior for posterior, _ in parts]
-        # A list of (posterior, block), in the order of coding.
-        self._todo = [
-            (p, block)
-            for p, posterior in enumerate(self._posteriors)
-            for block in np.flatnonzero(~posterior.fixed)
-        ]
+        self._todo = self._not_coded()
         self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
         state = self._resumed or {
             "step": 0,
@@ -202,8 +197,19 @@ class CompressionCallback(keras.callbacks.Callback):
             logs["coded_blocks"] = self._num_blocks - len(self._todo)
 
     def on_train_end(self, logs=None):
+        if self.file is None:
+            # Another callback may have restored weights of before some rounds.
+            self._todo = self._not_coded()
         while self._todo:
             self._round(logs)
+
+    def _not_coded(self):
+        """A list of (posterior, block), in the order of coding."""
+        return [
+            (p, block)
+            for p, posterior in enumerate(self._posteriors)
+            for block in np.flatnonzero(~posterior.fixed)
+        ]
 
     def _code_what_is_due(self, logs):
         while self._todo and self._step >= self._next_round:

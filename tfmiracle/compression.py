@@ -145,7 +145,7 @@ def compress(
         raise ValueError(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
-    net = _copy(model)
+    net = _copy(model, recipe.seed)
     if distill:
         hard = model.loss if model.compiled else None
         loss = loss or soft_loss(hard)
@@ -324,8 +324,11 @@ def target_bytes(target: str | int, num_weights: int) -> int:
     return int(number * {"": 1, "b": 1, "kb": 1e3, "mb": 1e6}[unit])
 
 
-def _copy(model):
-    """A copy of the network, made as the file will make it."""
+def _copy(model, seed):
+    """A copy of the network, made as the file will make it.
+
+    Its layers with noise of their own (dropout) start from `seed`.
+    """
     if not model.built:
         raise ValueError(
             f"`model` ({model.name!r}) has no weights yet. Build it first."
@@ -333,6 +336,10 @@ def _copy(model):
     check_network(model)
     copy = build_network(plain_architecture(model))
     set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
+    generators = [g for layer in copy._flatten_layers() for g in layer._seed_generators]
+    states = np.random.SeedSequence(seed).generate_state(len(generators))
+    for generator, state in zip(generators, states, strict=True):
+        generator.state.assign([int(state) % 2**31, 0])
     return copy
 
 
