@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import shutil
-import signal
-import subprocess
-import sys
 
 import keras
+import kill
 import numpy as np
 import pytest
 
@@ -122,9 +121,9 @@ def test_killed_anywhere_the_result_is_the_same(
     recipe = dataclasses.replace(RECIPE, parameterization=parameterization)
     folder, expected = whole(recipe, workdir)
     assert (folder / "work").exists() == bool(workdir)
-    for kill in kills:
+    for step in kills:
         with pytest.raises(Killed):
-            compress(tmp_path, kill=kill, recipe=recipe)
+            compress(tmp_path, kill=step, recipe=recipe)
         assert not (tmp_path / "net.miracle").exists()
     result = compress(tmp_path, recipe=recipe)
     data = (folder / "net.miracle").read_bytes()
@@ -242,69 +241,10 @@ def test_the_curve_covers_all_phases(every_step, whole):
     json.dumps(result.curve, allow_nan=False)
 
 
-SCRIPT = """
-import os, signal, sys, threading
-from tfmiracle import cli, run
-
-states, delay, *arguments = sys.argv[1:]
-left, write = int(states), run.write_atomically
-
-def write_and_count(*args, **kwargs):
-    global left
-    write(*args, **kwargs)
-    left -= 1
-    if not left:
-        kill = os.getpid(), signal.SIGKILL
-        threading.Timer(float(delay), os.kill, kill).start()
-
-run.write_atomically = write_and_count
-run._CHECKPOINT_SECONDS = run._CHECKPOINT_SHARE = 0.0
-sys.exit(cli.main(arguments))
-"""
-
-
 @pytest.mark.slow
-def test_sigkill(tmp_path):
-    """The command line, killed by the system at random moments.
-
-    Each kill comes a random time after some states, of which a run writes 41.
-    """
-    x, y = data()
-    np.savez(tmp_path / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    net = network(seed=1)
-    net.compile("adam", LOSS)
-    net.save(tmp_path / "net.keras")
-
-    def start(folder, states=0, delay=0.0):
-        arguments = (
-            f"compress --data={tmp_path}/data.npz --model={tmp_path}/net.keras "
-            "--rules=one/kernel:hash=2 --block_size=16 --block_bits=8 --batch_size=16 "
-            "--warmup_steps=60 --train_steps=300 --blocks_per_round=2 "
-            f"--finetune_steps=10 --output={folder}/net.miracle "
-            f"--workdir={folder}/work --json"
-        )
-        folder.mkdir(exist_ok=True)
-        with (folder / "log").open("a") as log:
-            return subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(states), str(delay)]
-                + arguments.split(),
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-
-    def log(folder):
-        return (folder / "log").read_text()
-
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    rng = np.random.default_rng(0)
-    with start(whole) as unbroken:
-        for states in rng.integers(1, 10, 2):
-            killed = start(broken, states, rng.uniform(0, 0.2))
-            assert killed.wait(timeout=600) == -signal.SIGKILL, log(broken)
-            # Nothing half-written stands under the final name, ever.
-            assert not (broken / "net.miracle").exists()
-        assert start(broken).wait(timeout=600) == 0, log(broken)
-        assert unbroken.wait(timeout=600) == 0, log(whole)
-    expected = (whole / "net.miracle").read_bytes()
-    assert (broken / "net.miracle").read_bytes() == expected
+@pytest.mark.parametrize("command", kill.COMMANDS)
+def test_sigkill(command, tmp_path):
+    """The command line, killed by the system at random moments."""
+    expected = kill.unbroken(command, tmp_path / "unbroken")
+    rng = random.Random(1)
+    assert kill.survive(command, expected, tmp_path / "broken", 2, rng) == 2
