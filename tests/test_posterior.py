@@ -12,10 +12,12 @@ import tensorflow_probability as tfp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfmiracle import posterior as posterior_module
 from tfmiracle.decoder import decode_blocks
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import CodedGroup
 from tfmiracle.posterior import (
+    PARAMETERIZATIONS,
     DeterministicPosterior,
     MeanKLPosterior,
     posterior_over,
@@ -323,6 +325,21 @@ def test_warm_start():
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("parameterization", PARAMETERIZATIONS.values())
+def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
+    parameterization, monkeypatch
+):
+    starts = []
+    for count in (1, 7, 1 << 20):
+        monkeypatch.setattr(posterior_module, "_INITIALIZED", count)
+        made = parameterization(layout())
+        made.initialize(random_values(), warm=True)
+        starts.append([p.numpy() for p in made._parameters()])
+    for other in starts[1:]:
+        np.testing.assert_array_equal(np.stack(other), np.stack(starts[0]))
+    assert np.any(starts[0])
+
+
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
 @pytest.mark.parametrize("kl_bits", [0, 20])

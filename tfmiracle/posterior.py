@@ -19,6 +19,8 @@ _MAX_LOGIT = 1e30
 _MAX_RATIO = 1e12
 _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
+# Weights whose initial parameters are computed at a time, in float64.
+_INITIALIZED = 1 << 20
 
 
 class BlockPosterior(keras.layers.Layer):
@@ -129,8 +131,10 @@ class BlockPosterior(keras.layers.Layer):
         """
         raise NotImplementedError
 
-    def _initialize(self, loc: np.ndarray, scale: np.ndarray, warm: bool) -> None:
-        """Sets the parameters so that the mean is near `loc`."""
+    def _initial(
+        self, loc: np.ndarray, scale: np.ndarray, mask: np.ndarray, warm: bool
+    ) -> list[np.ndarray]:
+        """Parameters of some blocks whose mean is near `loc`; scale is their rho."""
         raise NotImplementedError
 
     # The coding distribution.
@@ -309,7 +313,16 @@ class BlockPosterior(keras.layers.Layer):
         self._raw_log_scale.assign(log_scale / self.log_scale_rate)
         self._final_scale.assign(np.zeros(self.layout.num_scales))
         self.indices.assign(np.full(self.layout.num_blocks, -1))
-        self._initialize(loc, np.exp(log_scale)[index], warm)
+        scale, mask = np.exp(log_scale), self.layout.mask()
+        initial = [np.empty(self.block_shape, np.float32) for _ in self._parameters()]
+        rows = -(-_INITIALIZED // self.layout.block_size)
+        for start in range(0, self.layout.num_blocks, rows):
+            some = slice(start, start + rows)
+            values = self._initial(loc[some], scale[index[some]], mask[some], warm)
+            for array, value in zip(initial, values, strict=True):
+                array[some] = value
+        for variable, array in zip(self._parameters(), initial, strict=True):
+            variable.assign(array)
 
     @property
     def fixed(self) -> np.ndarray:
@@ -390,18 +403,18 @@ class MeanKLPosterior(BlockPosterior):
         sqrt_kappa = tf.exp(0.5 * log_share) * math.sqrt(self.kl_bits * math.log(2))
         return mean_kl_standardized(tau, sqrt_kappa)
 
-    def _initialize(self, loc, scale, warm):
+    def _initial(self, loc, scale, mask, warm):
         z = loc / scale
         logits = np.log(z**2 + 0.5) if warm else np.zeros_like(z)
-        logits = np.where(self.layout.mask(), logits, -np.inf)
+        logits = np.where(mask, logits, -np.inf)
         share = np.exp(logits - logits.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
         limit = np.sqrt(2 * share * self.kl_bits * math.log(2))
         tanh = z / np.maximum(limit, np.finfo(np.float32).tiny)
-        self.tau.assign(np.arctanh(np.clip(tanh, -0.99, 0.99)))
-        self.quota_logits.assign(
-            np.where(self.layout.mask(), logits, 0) / self.quota_rate
-        )
+        return [
+            np.arctanh(np.clip(tanh, -0.99, 0.99)),
+            np.where(mask, logits, 0) / self.quota_rate,
+        ]
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -466,12 +479,13 @@ class MeanVarPosterior(BlockPosterior):
         zero = tf.zeros_like(loc)
         return tf.where(mask, loc, zero), tf.where(mask, log_ratio, zero)
 
-    def _initialize(self, loc, scale, warm):
-        self.loc.assign(loc)
-        self._log_stddev.assign(
-            np.full(loc.shape, self.initial_log_stddev / self.log_stddev_rate)
-        )
+    def initialize(self, *args, **kwargs):
+        super().initialize(*args, **kwargs)
         self.beta.assign(np.full(self.layout.num_blocks, self.initial_beta))
+
+    def _initial(self, loc, scale, mask, warm):
+        log_stddev = self.initial_log_stddev / self.log_stddev_rate
+        return [loc, np.full(loc.shape, log_stddev)]
 
     def call(self, training: bool | None = None) -> list[tf.Tensor]:
         # Once a step, also where a layer is called several times in it: Keras forgets
@@ -523,8 +537,8 @@ class DeterministicPosterior(BlockPosterior):
         super().initialize(values, log_scale=0.0)
         self.finalize_coding_scale()  # rho = 1: the parameters are the weights
 
-    def _initialize(self, loc, scale, warm):
-        self.loc.assign(loc)
+    def _initial(self, loc, scale, mask, warm):
+        return [loc]
 
 
 PARAMETERIZATIONS = {
