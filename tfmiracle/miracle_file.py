@@ -38,7 +38,7 @@ STORED_DTYPES = (
 DEFAULT_MAX_WEIGHTS = 1 << 28
 MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
-_MAX_DESCRIPTION_BYTES = 1 << 24
+_MAX_DESCRIPTION_BYTES = 1 << 22
 _MAX_DIMENSIONS = 32  # of arrays in NumPy 1
 
 
