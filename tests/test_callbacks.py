@@ -294,6 +294,16 @@ def test_weights_that_early_stopping_restores_are_coded(tmp_path, quick):
     assert_file_is_the_model(callback, model)
 
 
+def test_outside_fit(tmp_path, quick, capsys):
+    model = wrapped()
+    callback = CompressionCallback(tmp_path / "a", 5)
+    everything = keras.callbacks.CallbackList([callback], model=model)
+    everything.on_train_begin()
+    everything.on_train_end()
+    assert "9/9" in capsys.readouterr().out
+    assert_file_is_the_model(callback, model)
+
+
 @pytest.mark.parametrize("make", [wrapped, of_layers])
 def test_an_interrupted_run_goes_on(tmp_path, quick, make):
     path = tmp_path / "net.miracle"

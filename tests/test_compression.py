@@ -238,6 +238,24 @@ def test_dropout_without_a_seed_follows_that_of_the_recipe(quick, tmp_path):
     assert run("other", 2, seed=1)[1] != first[1]
 
 
+def test_callbacks_see_every_phase_also_one_without_steps(quick, tmp_path):
+    seen = []
+    notes = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: seen.append("begin"),
+        on_train_end=lambda logs: seen.append("end"),
+    )
+    recipe = dataclasses.replace(FAST, blocks_per_round=1000)
+    tfmiracle.compress(
+        small_net(),
+        examples(),
+        path=tmp_path / "file",
+        recipe=recipe,
+        verbose=0,
+        callbacks=[notes],
+    )
+    assert seen == ["begin", "end"] * (3 if recipe.warmup_steps else 2)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, short):
     x, y = examples()
     x[:, 0] = np.nan

@@ -54,6 +54,7 @@ _MODULE_OF = {
     "load": "network",
     "predict_ensemble": "diagnostics",
     "pruned_networks": "pruning",
+    "recalibrate": "recalibration",
     "variable_summary": "diagnostics",
 }
 

@@ -181,7 +181,7 @@ class CompressionCallback(keras.callbacks.Callback):
         self._next_round = state["next_round"]
         self._start = time.monotonic() - state["seconds"]
         self._bar = None
-        if self.verbose and not self.params.get("verbose"):
+        if self.verbose and not (self.params or {}).get("verbose"):
             self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
         if not self._todo:
             self._finish()

@@ -184,7 +184,9 @@ class Run:
                 ],
             )
         elif coders:  # nothing to train, but all to code
-            everything = keras.callbacks.CallbackList(coders, model=model, verbose=0)
+            everything = keras.callbacks.CallbackList(
+                [*coders, *callbacks], model=model, verbose=0, epochs=0, steps=0
+            )
             everything.on_train_begin()
             everything.on_train_end()
         self._steps_before += total
