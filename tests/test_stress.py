@@ -111,6 +111,8 @@ WORKING = {
     "a budget of 0.01 bits": {"kl_bits": 0.01},
     "a budget of 60 bits": {"kl_bits": 60.0},
     "blocks of one": {"block_size": 1},
+    "60 bits a weight": {"block_size": 1, "kl_bits": 60.0},
+    "0.01 bits a weight": {"block_size": 8, "kl_bits": 0.08},
     "one block": {"block_size": 4096},
     "rho = 1e-8": {"log_scale": math.log(1e-8)},
     "rho = 1e8": {"log_scale": math.log(1e8)},
