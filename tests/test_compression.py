@@ -238,6 +238,95 @@ def test_dropout_without_a_seed_follows_that_of_the_recipe(quick, tmp_path):
     assert run("other", 2, seed=1)[1] != first[1]
 
 
+def many_heads():
+    """Two inputs and two outputs, in an order that their names do not have."""
+    keras.utils.set_random_seed(3)
+    a, b = layers.Input((6,), name="a"), layers.Input((2,), name="b")
+    x = layers.Concatenate()([a, b])
+    outputs = [layers.Dense(1, name="dense_4")(x), layers.Dense(1, name="dense_3")(x)]
+    net = keras.Model([a, b], outputs, name="net")
+    weights = {"dense_3": 0.5, "dense_4": 1.0}
+    net.compile("adam", {"dense_3": "mse", "dense_4": "mae"}, weights)
+    return net
+
+
+def test_lists_of_inputs_and_losses_by_name(tmp_path, quick):
+    net, (x, _) = many_heads(), examples()
+    y = {"dense_3": np.ones((64, 1)), "dense_4": np.zeros((64, 1))}
+    data = [x, x[:, :2]], y
+    expected = net.evaluate(*data, verbose=0, return_dict=True)
+    result = tfmiracle.compress(
+        net, data, path=tmp_path / "file", recipe=FAST, validation_data=data, verbose=0
+    )
+    original = result.stages["original"]
+    np.testing.assert_allclose(original["loss"], expected["loss"], rtol=1e-5)
+    assert result.model.output_names == ["dense_4", "dense_3"]
+    loaded = tfmiracle.load(tmp_path / "file")
+    assert loaded.output_names == ["dense_1", "dense"]
+    for here, there in zip(result.model(data[0]), loaded(data[0])):
+        np.testing.assert_array_equal(here, there)
+
+
+def test_weights_of_examples_and_metrics_that_are_vectors(tmp_path, quick):
+    x, y = examples()
+    data = x.tolist(), np.eye(3)[y].tolist(), np.linspace(0, 1, 64)
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    result = tfmiracle.compress(
+        small_net(),
+        data,
+        path=tmp_path / "file",
+        recipe=FAST,
+        loss=loss,
+        metrics=[keras.metrics.F1Score(average=None, name="f1")],
+        validation_data=data,
+        workdir=tmp_path / "new" / "work",
+        verbose=0,
+    )
+    logits = result.model.predict(x, verbose=0)
+    expected = loss(np.eye(3)[y], logits, sample_weight=data[2])
+    assert result.stages["decoded"]["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert all(len(stage["f1"]) == 3 for stage in result.stages.values())
+
+
+def test_lists_of_inputs_and_the_loss_weights_in_distillation(tmp_path, quick):
+    net, (x, _) = many_heads(), examples()
+    result = tfmiracle.compress(
+        net,
+        [x, x[:, :2]],
+        path=tmp_path / "file",
+        recipe=FAST,
+        distill=True,
+        verbose=0,
+    )
+    config = result.model.get_compile_config()
+    assert config["loss_weights"] == {"dense_3": 0.5, "dense_4": 1.0}
+
+
+def test_models_with_a_posterior_are_refused(tmp_path):
+    model = VariationalModel(small_net())
+    of_layers = keras.Sequential([layers.Input((6,)), tfmiracle.MeanKLDense(3)])
+    for made in (model, of_layers):
+        with pytest.raises(ValueError, match="has a posterior already"):
+            tfmiracle.compress(made, examples(), path=tmp_path / "file", loss=LOSS)
+
+
+def test_datasets_without_an_end_or_a_beginning(tmp_path, quick):
+    def run(data, **options):
+        return tfmiracle.compress(
+            small_net(), data, path=tmp_path / "a", recipe=FAST, verbose=0, **options
+        )
+
+    batches = tf.data.Dataset.from_tensor_slices(examples()).batch(16)
+    with pytest.raises(ValueError, match="`validation_data` never ends"):
+        run(examples(), validation_data=batches.repeat())
+    with (
+        pytest.warns(UserWarning, match="ran out of data"),
+        pytest.raises(ValueError, match="The data ended after 0 of 10 steps"),
+    ):
+        run(batches.filter(lambda x, y: False))
+    assert not (tmp_path / "a").exists()
+
+
 def test_callbacks_see_every_phase_also_one_without_steps(quick, tmp_path):
     seen = []
     notes = keras.callbacks.LambdaCallback(

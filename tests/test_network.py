@@ -16,6 +16,7 @@ from tfmiracle.layers import MeanKLLayer
 from tfmiracle.miracle_file import FileFormatError, MiracleFile
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
+    architecture_by_place,
     build_network,
     check_network,
     load,
@@ -151,6 +152,30 @@ def test_a_file_does_not_depend_on_what_was_built_before():
     x = batch((8, 8, 3))
     for a, b in zip(loaded(x), fix_all(variational(nets[1])).materialize()(x)):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_names_keep_their_order():
+    """Whatever the order of the layers, so that outputs are not exchanged."""
+    x = layers.Input((4,))
+    second, first = layers.Dense(2, name="dense_9"), layers.Dense(3, name="dense_7")
+    net = keras.Model(x, [second(x), first(x)], name="net")
+    architecture = architecture_by_place(net)
+    names = [layer["config"]["name"] for layer in architecture["config"]["layers"]]
+    assert names[1:] == ["dense_1", "dense"]
+    assert build_network(architecture).output_names == ["dense_1", "dense"]
+    assert build_network(plain_architecture(net)).output_names == net.output_names
+
+
+def test_rules_in_the_file_have_its_names():
+    layer = layers.Dense(3, name="dense_7")
+    net = keras.Sequential([layers.Input((6,)), layer, layers.Dense(2, name="out")])
+    rules = {"dense_7/bias": "store", f"{net.name}/out/bias": "store=float16"}
+    file = to_file(fix_all(variational(net, rules=rules)))
+    assert list(file.names) == ["dense/kernel", "dense/bias", "out/kernel", "out/bias"]
+    assert file.metadata["rules"] == {
+        "dense/bias": "store",
+        "out/bias": "store=float16",
+    }
 
 
 def test_dicts_of_inputs_and_outputs_keep_their_layers():
@@ -453,6 +478,8 @@ class Part(layers.Layer):
             self.hidden = tf.Variable(tf.ones(shape[-1]))
         elif self.fault == "list of tf.Variable":
             self.hidden = [tf.Variable(1.0)]
+        elif self.fault == "dict of tf.Variable":
+            self.hidden = {"a": tf.Variable(1.0)}
         elif self.fault == "complex64":
             self.add_weight(shape=(), dtype="complex64", trainable=False)
         elif self.fault == "not finite":
@@ -480,6 +507,7 @@ class Part(layers.Layer):
     [
         ("tf.Variable", "`hidden` of layer 'part' is a tf.Variable.*`add_weight`"),
         ("list of tf.Variable", "`hidden` of layer 'part' is a tf.Variable"),
+        ("dict of tf.Variable", "`hidden` of layer 'part' is a tf.Variable"),
         ("complex64", "part/variable.* has dtype complex64"),
         ("not finite", "part/mask holds values that are not finite.*freeze"),
         ("get_config", "'net' has no configuration: no configuration"),

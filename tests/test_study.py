@@ -182,7 +182,16 @@ def test_stopped_it_goes_on_and_does_nothing_twice(done):
         assert after[name] == record
 
 
-def test_a_working_directory_belongs_to_one_study(small, done):
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 3000])
+def test_damaged_records_are_named(text, small, tmp_path):
+    study = dataclasses.replace(small, workdir=str(tmp_path))
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "mean_kl_b10_s0.json").write_text(text)
+    with pytest.raises(ValueError, match=r"mean_kl_b10_s0\.json"):
+        run_study(study)
+
+
+def test_a_working_directory_belongs_to_one_study(small, done, tmp_path):
     for change in (
         {"scale": 1.0},
         {"name": "other"},
@@ -193,6 +202,16 @@ def test_a_working_directory_belongs_to_one_study(small, done):
             ValueError, match=r"mean_kl_b10_s0\.json is of another study"
         ):
             run_study(dataclasses.replace(small, **change))
+    # Also where no run is asked for that is there already.
+    with pytest.raises(ValueError, match="is of another study: its scale"):
+        run_study(dataclasses.replace(small, scale=1.0, seeds=(7,)))
+    with np.load(small.data) as archive:
+        arrays = dict(archive)
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "data.npz"
+    np.savez(other, **{**arrays, "x_test": arrays["x_test"] + 1})
+    with pytest.raises(ValueError, match="is of another study: its data_crc32"):
+        run_study(dataclasses.replace(small, data=str(other), seeds=(7,)))
     # Further seeds are welcome, and so are parts of the grid.
     more = dataclasses.replace(small, seeds=(1, 2), parameterizations=("mean_kl",))
     result = run_study(more, say=lambda line: None)

@@ -24,13 +24,14 @@ class CompressionCallback(keras.callbacks.Callback):
     After `train_steps` steps of plain training the coding scales are fixed; then
     rounds alternate with fine-tuning: a round codes the next `blocks_per_round` blocks
     and fixes them to what the decoder will produce, `finetune_steps` steps adapt the
-    blocks that are left. When the last block is coded, the file is written, decoded
-    and compared, and training stops. If `fit` ends before (epochs used up, early
-    stopping), the remaining blocks are coded at once, without fine-tuning; a run that
-    is interrupted writes nothing, and goes on from the blocks already coded in the
-    next `fit`.
+    blocks that are left. When the last block is coded, training stops; the file is
+    made of the model as it then is, decoded and compared, and written. If `fit` ends
+    before (epochs used up, early stopping), the remaining blocks are coded at once,
+    without fine-tuning; a run that is interrupted writes nothing, and goes on from the
+    blocks already coded in the next `fit`.
 
-    Give `fit` enough epochs: `steps_needed(model)` steps.
+    Give `fit` enough epochs: `steps_needed(model)` steps. Callbacks that change weights
+    when training ends (EarlyStopping that restores them) must come before this one.
 
     Args:
       filepath: the file to write.
@@ -183,8 +184,6 @@ class CompressionCallback(keras.callbacks.Callback):
         self._bar = None
         if self.verbose and not (self.params or {}).get("verbose"):
             self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
-        if not self._todo:
-            self._finish()
         self._code_what_is_due(logs)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -197,11 +196,11 @@ class CompressionCallback(keras.callbacks.Callback):
             logs["coded_blocks"] = self._num_blocks - len(self._todo)
 
     def on_train_end(self, logs=None):
-        if self.file is None:
-            # Another callback may have restored weights of before some rounds.
-            self._todo = self._not_coded()
+        # Another callback may have restored weights of before some rounds.
+        self._todo = self._not_coded()
         while self._todo:
             self._round(logs)
+        self._finish()
 
     def _not_coded(self):
         """A list of (posterior, block), in the order of coding."""
@@ -214,6 +213,8 @@ class CompressionCallback(keras.callbacks.Callback):
     def _code_what_is_due(self, logs):
         while self._todo and self._step >= self._next_round:
             self._round(logs)
+        if not self._todo:
+            self.model.stop_training = True
 
     def _round(self, logs):
         now, self._todo = (
@@ -235,7 +236,7 @@ class CompressionCallback(keras.callbacks.Callback):
             evidence.append(coded.log_evidence)
         done = self._num_blocks - len(self._todo)
         kl = np.concatenate(kl)
-        logs = {k: float(v) for k, v in (logs or {}).items()}
+        logs = {k: np.asarray(v).tolist() for k, v in (logs or {}).items()}
         self.history.append(
             {
                 "step": self._step,
@@ -250,9 +251,8 @@ class CompressionCallback(keras.callbacks.Callback):
             }
         )
         if self._bar:
-            self._bar.update(done, list(logs.items()))
-        if not self._todo:
-            self._finish()
+            numbers = [(k, v) for k, v in logs.items() if isinstance(v, float)]
+            self._bar.update(done, numbers)
 
     def _finish(self):
         if self.recalibration_data is not None:
@@ -272,7 +272,6 @@ class CompressionCallback(keras.callbacks.Callback):
         if self.posterior_path is not None:
             coded_posterior(self.model).write(self.posterior_path, self.overwrite)
         self.file_bytes = self.file.write(self.filepath, self.overwrite)
-        self.model.stop_training = True
 
     def _verify(self, data):
         """Decodes the bytes of the file and compares them with the model, exactly."""

@@ -257,7 +257,11 @@ def _network(name, data, seed):
     elif os.path.exists(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the optimizer, which is not used
-            net = keras.saving.load_model(name)
+            try:
+                net = keras.saving.load_model(name)
+            except (TypeError, ValueError) as error:
+                first = str(error).strip().partition("\n")[0]
+                raise ValueError(f"{name} cannot be loaded: {first:.300}") from error
         if getattr(net, "loss", None) is None:
             raise ValueError(
                 f"{name} is not compiled, so its loss is unknown; compile it with a "

@@ -14,14 +14,15 @@ import tensorflow as tf
 
 from tfmiracle import miracle_file
 from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.miracle_file import MiracleFile
-from tfmiracle.models import VariationalModel, plain_weights
+from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
+    architecture_by_place,
     build_network,
     check_network,
-    load,
     plain_architecture,
     set_weights,
     to_file,
@@ -146,17 +147,21 @@ def compress(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
     net = _copy(model, recipe.seed)
-    if distill:
-        hard = model.loss if model.compiled else None
-        loss = loss or soft_loss(hard)
-        data = relabel(data, net, hard)
-        validation_data = relabel(validation_data, net, hard)
-    if validation_data is not None and not isinstance(validation_data, tf.data.Dataset):
-        validation_data = _examples("validation_data", validation_data)
+    architecture = plain_architecture(model)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
         loss_weights = model.get_compile_config().get("loss_weights")
+    if distill:
+        hard = model.loss if model.compiled else None
+        loss = soft_loss(hard) if loss is hard else loss
+        data = relabel(data, net, hard)
+        validation_data = relabel(validation_data, net, hard)
+    if isinstance(validation_data, tf.data.Dataset):
+        if validation_data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError("`validation_data` never ends. Leave out its `repeat()`.")
+    elif validation_data is not None:
+        validation_data = _examples("validation_data", validation_data)
     if loss is None:
         raise ValueError(
             "`loss` is missing: compile the model with a loss first, or pass one."
@@ -172,7 +177,7 @@ def compress(
         "keep_posterior": keep_posterior,
         "loss": _description(loss),
         "metrics": _description(metrics),
-        "model": plain_architecture(model),
+        "model": architecture_by_place(model),
         "weights": _checksum(net.get_weights()),
         "data": _checksum(data),
         "validation_data": _checksum(validation_data),
@@ -192,6 +197,11 @@ def compress(
             steps_per_execution=STEPS_PER_EXECUTION,
         )
         return network
+
+    def decoded():
+        # Under the names that the layers had, by which losses may be given.
+        found = dataclasses.replace(decode(made[0]), architecture=architecture)
+        return compiled(to_network(found))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
@@ -233,7 +243,7 @@ def compress(
             compiled(variational, recipe.finetune_learning_rate)
             steps = callback.steps_needed(variational)
             run.train(variational, "coding", batches, steps, callbacks, callback)
-            evaluate("decoded", compiled(load(made[0])))
+            evaluate("decoded", decoded())
             run.finish({"history": callback.history})
         for output, source in zip(outputs, made, strict=True):
             if source != output and not _is_copied(source, output):
@@ -241,7 +251,7 @@ def compress(
     file = MiracleFile.read(path)
     return CompressionResult(
         os.fspath(path),
-        compiled(to_network(decode(file))),
+        decoded(),
         file,
         os.path.getsize(path),
         run.result["stages"],
@@ -334,6 +344,12 @@ def _copy(model, seed):
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
     check_network(model)
+    if posteriors(model):
+        raise ValueError(
+            f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
+            "a CompressionCallback, or pass a plain network, such as what "
+            "`VariationalModel.materialize` returns."
+        )
     copy = build_network(plain_architecture(model))
     set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     generators = [g for layer in copy._flatten_layers() for g in layer._seed_generators]
@@ -349,7 +365,7 @@ def _examples(name, data):
             f"`{name}` must be a tuple (x, y) of arrays or a batched tf.data.Dataset. "
             f"Received: {type(data).__name__}"
         )
-    return tuple(data)
+    return tuple(as_arrays(part) for part in data if part is not None)
 
 
 def _is_copied(source, copy):
@@ -370,7 +386,10 @@ def _checksum(data):
 
 def _description(objects):
     """What a loss or metrics are, as text."""
-    return json.dumps(keras.saving.serialize_keras_object(objects), default=str)
+    try:
+        return json.dumps(keras.saving.serialize_keras_object(objects), default=str)
+    except TypeError:  # a callable that Keras does not know
+        return type(objects).__name__
 
 
 def _training_batches(data, recipe):
@@ -433,6 +452,12 @@ def _inputs(batches, recipe):
 def _evaluate(network, data, recipe):
     if isinstance(data, tf.data.Dataset):
         return network.evaluate(data, verbose=0, return_dict=True)
+    x, y, *weights = data
     return network.evaluate(
-        *data, batch_size=max(recipe.batch_size, 256), verbose=0, return_dict=True
+        x,
+        y,
+        batch_size=max(recipe.batch_size, 256),
+        sample_weight=weights[0] if weights else None,
+        verbose=0,
+        return_dict=True,
     )

@@ -149,3 +149,17 @@ def _labels(name, key, y, count):
             f"the {count} examples, but is {y.dtype} of shape {y.shape}."
         )
     return y.reshape(count).astype(np.int64)
+
+
+def as_arrays(data):
+    """Structures of arrays as tf.data understands them.
+
+    Lists of arrays become tuples, and lists of numbers arrays.
+    """
+    if isinstance(data, dict):
+        return {key: as_arrays(part) for key, part in data.items()}
+    if isinstance(data, list | tuple) and any(
+        isinstance(part, dict) or hasattr(part, "shape") for part in data
+    ):
+        return tuple(as_arrays(part) for part in data)
+    return np.asarray(data)

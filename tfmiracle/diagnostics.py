@@ -86,8 +86,8 @@ def predict_ensemble(
       Array of the shape of the outputs.
 
     Raises:
-      ValueError: if `samples` or `batch_size` is not positive, there are no inputs, or
-        the model has no posterior.
+      ValueError: if `samples` or `batch_size` is not positive, there are no inputs,
+        the model has no posterior, or `transform` does not give one array.
     """
     count = len(keras.tree.flatten(x)[0])
     if batch_size < 1 or not count:
@@ -101,6 +101,16 @@ def predict_ensemble(
             "An ensemble needs `samples` of at least 1 and a model with posteriors. "
             f"Received: samples={samples}, {len(parts)} posteriors"
         )
+
+    def predict(batch, variables, values):
+        outputs = transform(_call(model, batch, variables, values))
+        if not hasattr(outputs, "shape"):
+            raise ValueError(
+                "An ensemble averages one array. Let `transform` choose one of the "
+                "outputs."
+            )
+        return keras.ops.convert_to_numpy(outputs)
+
     total = 0.0
     for _ in range(samples):
         values, variables = [], []
@@ -108,9 +118,7 @@ def predict_ensemble(
             variables += coded
             values += posterior.values(sample=True)
         outputs = [
-            keras.ops.convert_to_numpy(
-                transform(_call(model, batch, variables, values))
-            )
+            predict(batch, variables, values)
             for batch in _batches(x, count, batch_size)
         ]
         total = total + np.concatenate(outputs).astype(np.float64)

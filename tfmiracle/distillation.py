@@ -4,10 +4,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmiracle.datasets import as_arrays
+
 _SOFT = {
     "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
     "sparse_categorical_crossentropy": keras.losses.CategoricalCrossentropy,
     "binary_crossentropy": keras.losses.BinaryCrossentropy,
+}
+_NAMES = {
+    keras.losses.CategoricalCrossentropy: "categorical_crossentropy",
+    keras.losses.SparseCategoricalCrossentropy: "sparse_categorical_crossentropy",
+    keras.losses.BinaryCrossentropy: "binary_crossentropy",
 }
 
 
@@ -64,7 +71,8 @@ def relabel(data, teacher: keras.Model, loss=None):
     if isinstance(data, tf.data.Dataset):
         return data.map(lambda x, *rest: (x, labels(x), *rest[1:]))
     x, *rest = data if isinstance(data, tuple) else (data,)
-    batches = tf.data.Dataset.from_tensor_slices(x).batch(256).map(labels)
+    x = as_arrays(x)
+    batches = tf.data.Dataset.from_tensor_slices((x,)).batch(256).map(labels)
     parts = list(batches.as_numpy_iterator())
     y = tf.nest.map_structure(lambda *part: np.concatenate(part), *parts)
     return x, y, *rest[1:]
@@ -73,8 +81,8 @@ def relabel(data, teacher: keras.Model, loss=None):
 def _cross_entropy(loss):
     """Name of a cross-entropy, or None, and whether it takes logits."""
     loss = keras.losses.get(loss)
-    name = getattr(loss, "name", getattr(loss, "__name__", None))
-    if name not in _SOFT:
-        return None, False
-    config = loss.get_config() if isinstance(loss, keras.losses.Loss) else {}
-    return name, config.get("from_logits", False)
+    if isinstance(loss, keras.losses.Loss):
+        name = _NAMES.get(type(loss))
+        return name, bool(name and loss.get_config().get("from_logits"))
+    name = getattr(loss, "__name__", None)
+    return (name if name in _SOFT else None), False

@@ -59,9 +59,11 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
     rules, dtypes = {}, [None] * len(stored)
     if isinstance(model, VariationalModel):
-        dtypes = model.stored_dtypes
-        # The layout tells of the others.
-        rules = {k: v for k, v in model.rules.items() if Treatment.parse(v).stored}
+        dtypes, places = model.stored_dtypes, _places(model.net)
+        for pattern, treatment in model.rules.items():
+            if Treatment.parse(treatment).stored:  # the layout tells of the others
+                path = pattern.removeprefix(f"{model.net.name}/").split("/")
+                rules["/".join(places.get(part, part) for part in path)] = treatment
     _check_stored(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
@@ -76,7 +78,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         coded,
         groups,
         stored,
-        plain_architecture(model),
+        architecture_by_place(model),
         description,
     )
 
@@ -107,6 +109,8 @@ def check_network(model: keras.Model) -> None:
         )
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
+            if isinstance(value, dict) and not name.startswith("_"):
+                value = [*value.values()]
             values = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(v, tf.Variable) for v in values):
                 raise ValueError(
@@ -127,6 +131,8 @@ def check_network(model: keras.Model) -> None:
 def plain_architecture(model: keras.Model) -> dict:
     """Serializes the network without anything variational, as Keras' JSON.
 
+    Its layers have the names they have in `model`.
+
     Raises:
       ValueError: if the model contains a variational layer of another package, for
         which no plain layer is known, or something that JSON cannot say.
@@ -135,12 +141,12 @@ def plain_architecture(model: keras.Model) -> dict:
         return plain_architecture(model.net)
     try:
         config = keras.saving.serialize_keras_object(model)
-    except NotImplementedError as error:
+    except (NotImplementedError, TypeError) as error:
         raise ValueError(
             f"{model.name!r} has no configuration: {error} Its layers need "
-            "`get_config`."
+            "`get_config`; the loss it is compiled with must be registered, too."
         ) from error
-    architecture = _rename(_strip(config), _places(model))
+    architecture = _strip(config)
     try:
         json.dumps(architecture, allow_nan=False)
     except ValueError as error:
@@ -149,6 +155,16 @@ def plain_architecture(model: keras.Model) -> dict:
             "Its layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
+
+
+def architecture_by_place(model: keras.Model) -> dict:
+    """As `plain_architecture`, with the names of a file.
+
+    Keras numbers on from what was built before in the process; a file should not
+    depend on that. So `dense_7` and `dense_9` become `dense` and `dense_1`, in the
+    order they have. Names that Keras could not have given stay as they are.
+    """
+    return _rename(plain_architecture(model), _places(getattr(model, "net", model)))
 
 
 def build_network(
@@ -277,20 +293,16 @@ def _strip(config):
 
 
 def _places(model) -> dict[str, str]:
-    """Names that Keras gave to layers -> the same numbered within the model.
-
-    Keras numbers on from what was built before in the process; a file should not
-    depend on that.
-    """
+    """Names that Keras gave to layers -> the same numbered within the model."""
     automatic, taken = {}, set()
     for layer in _walk(model):
-        prefix = re.sub(r"_[0-9]+$", "", layer.name)
+        prefix, number = re.fullmatch(r"(.*?)(?:_([0-9]+))?", layer.name).groups()
         if prefix.replace("_", "") == type(layer).__name__.lower():
-            automatic[layer.name] = prefix
+            automatic[layer.name] = prefix, int(number or 0)
         else:
             taken.add(layer.name)
     places = {}
-    for name, prefix in automatic.items():
+    for name, (prefix, _) in sorted(automatic.items(), key=lambda item: item[1]):
         numbered = (f"{prefix}_{i}" if i else prefix for i in itertools.count())
         places[name] = next(new for new in numbered if new not in taken)
         taken.add(places[name])

@@ -35,7 +35,7 @@ def read_records(workdir: str | os.PathLike) -> list[dict]:
         belong together, as those of studies at different scales.
     """
     folder = pathlib.Path(workdir) / "records"
-    records = [_read_record(path) for path in sorted(folder.glob("*.json"))]
+    records = [read_record(path) for path in sorted(folder.glob("*.json"))]
     if not records:
         raise ValueError(
             f"{folder} holds no records (*.json). Give the folder of a study that has "
@@ -70,7 +70,8 @@ def _common(record):
     return {**found, "steps.train": record["steps"]["train"]}
 
 
-def _read_record(path):
+def read_record(path: pathlib.Path) -> dict:
+    """Reads and checks one record, see `read_records`."""
     try:
         record = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -72,7 +72,7 @@ class Run:
         self._state = None
         self._lock = None
         if self.workdir is not None:
-            self.workdir.mkdir(exist_ok=True)
+            self.workdir.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.workdir / "lock")
             try:
                 self._lock.acquire(timeout=0)
@@ -134,7 +134,9 @@ class Run:
     def evaluate(self, stage: str, evaluation: Callable[[], dict]) -> None:
         """Sets `stages[stage]`, unless it is known."""
         if stage not in self.stages:
-            self.stages[stage] = evaluation()
+            self.stages[stage] = {
+                k: np.asarray(v).tolist() for k, v in evaluation().items()
+            }
 
     def train(
         self,
@@ -156,7 +158,7 @@ class Run:
           coding: the callback that codes.
 
         Raises:
-          ValueError: if the loss is not finite.
+          ValueError: if the loss is not finite, or the data ends too soon.
         """
         total = -(-steps // STEPS_PER_EXECUTION) * STEPS_PER_EXECUTION
         if self._is_past(phase):
@@ -172,17 +174,19 @@ class Run:
         coders = [] if coding is None else [coding]
         self._say(phase, start, total)
         if start < total:
+            record = _Record(self, phase, start, total, coding)
             model.fit(
                 batches(phase, start),
                 steps_per_epoch=total - start,
                 shuffle=False,
                 verbose=0 if coding else self._verbose,
-                callbacks=[
-                    *coders,
-                    _Record(self, phase, start, total, coding),
-                    *callbacks,
-                ],
+                callbacks=[*coders, record, *callbacks],
             )
+            if record.step < total and not model.stop_training:
+                raise ValueError(
+                    f"The data ended after {record.step} of {total} steps of {phase} "
+                    "training. Is the dataset empty?"
+                )
         elif coders:  # nothing to train, but all to code
             everything = keras.callbacks.CallbackList(
                 [*coders, *callbacks], model=model, verbose=0, epochs=0, steps=0
@@ -257,6 +261,7 @@ class _Record(keras.callbacks.Callback):
         super().__init__()
         self._run, self._phase, self._coding = run, phase, coding
         self._first, self._total = start, total
+        self.step = start
         # At most some hundred entries a phase, but no more than 200 steps apart.
         executions = min(max(total // (200 * STEPS_PER_EXECUTION), 1), 20)
         self._window = executions * STEPS_PER_EXECUTION
@@ -268,11 +273,11 @@ class _Record(keras.callbacks.Callback):
             self._closed = False
 
     def on_train_batch_end(self, batch, logs=None):
-        step = self._first + batch + 1
+        step = self.step = self._first + batch + 1
         if step % self._window and step < self._total:
             return
         self._closed = True
-        logs = {k: float(v) for k, v in (logs or {}).items()}
+        logs = {k: np.asarray(v).tolist() for k, v in (logs or {}).items()}
         kl_bits = _mean_kl_bits(self.model)
         self._run.curve.append(
             {

@@ -9,6 +9,7 @@ import pathlib
 import platform
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 import filelock
@@ -27,6 +28,7 @@ from tfmiracle.network import accuracy_of, to_network
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.pruning import STRATEGIES, pruned_networks
 from tfmiracle.recipe import Recipe
+from tfmiracle.records import read_record
 from tfmiracle.run import STEPS_PER_EXECUTION
 
 RECORD_FORMAT = 1
@@ -83,13 +85,14 @@ class Study:
     def cells(self) -> list[Recipe]:
         """The settings of every run: seeds outermost, so that each adds a full grid."""
         return [
-            self._recipe(parameterization, block_size, seed)
+            self.recipe_of(parameterization, block_size, seed)
             for seed in self.seeds
             for block_size in self.block_sizes
             for parameterization in self.parameterizations
         ]
 
-    def _recipe(self, parameterization, block_size, seed):
+    def recipe_of(self, parameterization: str, block_size: int, seed: int) -> Recipe:
+        """The settings of one run, in the grid or beside it."""
         recipe = dataclasses.replace(
             self.recipe,
             parameterization=parameterization,
@@ -133,11 +136,12 @@ def run_study(
       ValueError: if the working directory belongs to another study.
       OSError: if it cannot be written.
     """
+    data = load_dataset(study.data)
     for folder in ("records", "runs"):
         (pathlib.Path(study.workdir) / folder).mkdir(parents=True, exist_ok=True)
     cells = study.cells()
-    for recipe in cells:
-        _check_record(study, recipe)
+    for path in sorted((pathlib.Path(study.workdir) / "records").glob("*.json")):
+        _check_record(study, path, data)
     workers = [
         multiprocessing.get_context("spawn").Process(
             target=_work, args=(study, _to_stderr), daemon=True
@@ -161,13 +165,10 @@ def _record_path(study, recipe):
     return pathlib.Path(study.workdir) / "records" / f"{cell_name(recipe)}.json"
 
 
-def _check_record(study, recipe):
-    path = _record_path(study, recipe)
-    if not path.exists():
-        return
-    record = json.loads(path.read_bytes())
-    expected = _identity(study, recipe)
-    for key, value in expected.items():
+def _check_record(study, path, data):
+    record = read_record(path)
+    place = (record[key] for key in ("parameterization", "block_size", "seed"))
+    for key, value in _identity(study, study.recipe_of(*place), data).items():
         if record.get(key) != value:
             raise ValueError(
                 f"{path} is of another study: its {key} is not the one asked for now. "
@@ -175,7 +176,8 @@ def _check_record(study, recipe):
             )
 
 
-def _identity(study, recipe):
+def _identity(study, recipe, data):
+    arrays = data.x_train, data.y_train, data.x_test, data.y_test
     return {
         "format": RECORD_FORMAT,
         "parameterization": recipe.parameterization,
@@ -184,6 +186,7 @@ def _identity(study, recipe):
         "scale": study.scale,
         "model": study.model,
         "data": study.name,
+        "data_crc32": [zlib.crc32(np.ascontiguousarray(a)) for a in arrays],
         "settings": json.loads(
             json.dumps({**dataclasses.asdict(recipe), "rules": study.rules})
         ),
@@ -252,7 +255,7 @@ def _record(study, recipe, result: CompressionResult, data):
     )
     last = result.curve[-1]["step"] if result.curve else 0
     return {
-        **_identity(study, recipe),
+        **_identity(study, recipe, data),
         "versions": {
             "tfmiracle": tfmiracle.__version__,
             "tensorflow": tf.__version__,
