@@ -377,11 +377,10 @@ def _is_copied(source, copy):
 def _checksum(data):
     if isinstance(data, tf.data.Dataset):
         return str(data.element_spec)
-    return [
-        zlib.crc32(np.asarray(leaf).tobytes())
-        for leaf in tf.nest.flatten(data)
-        if leaf is not None
-    ]
+    leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data) if leaf is not None]
+    # Arrays of objects (strings) hold addresses.
+    leaves = [v.astype(str) if v.dtype.kind == "O" else v for v in leaves]
+    return [zlib.crc32(v.tobytes()) for v in leaves]
 
 
 def _description(objects):
