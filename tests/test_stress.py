@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import layers
 from support import GOLDEN, fix_all, run_python
+from test_callbacks import small_net
 
 import tfmiracle
 from tfmiracle import CompressionCallback, Recipe, VariationalModel
@@ -50,20 +51,6 @@ def data(kind="normal"):
     }[kind]
 
 
-def network():
-    """36 + 12 + 21 weights, of which 57 + 12 are coded by default."""
-    keras.utils.set_random_seed(3)
-    return keras.Sequential(
-        [
-            layers.Input((5,), name="x"),
-            layers.Dense(6, "relu", name="one"),
-            layers.BatchNormalization(name="norm"),
-            layers.Dense(3, name="two"),
-        ],
-        name="net",
-    )
-
-
 def code(model, path, x, y, batch_size=8):
     """Trains for a few steps, codes in three rounds with steps between them."""
     blocks = sum(p.layout.num_blocks for p, _ in posteriors(model))
@@ -94,7 +81,7 @@ def outcome(path, parameterization, learning_rate=1e-2, **options):
     batch_size = options.pop("batch_size", 8)
     optimizer = options.pop("optimizer", keras.optimizers.Adam)(learning_rate)
     model = VariationalModel(
-        network(), parameterization, **{"block_size": 8, "block_bits": 4, **options}
+        small_net(), parameterization, **{"block_size": 8, "block_bits": 4, **options}
     )
     model.compile(optimizer, LOSS)
     try:
@@ -217,7 +204,7 @@ def test_combined_extremes(tmp_path, quick):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["norm/moving_mean", "two/bias"])
 def test_stored_values_that_are_not_finite_are_not_written(name, value, eager):
-    model = VariationalModel(network(), block_size=8, rules={"two/bias": "store"})
+    model = VariationalModel(small_net(), block_size=8, rules={"two/bias": "store"})
     fix_all(model)
     (variable,) = (v for v in model.net.weights if v.path.endswith(name))
     variable.assign(np.full(variable.shape, value))
@@ -250,7 +237,7 @@ def test_compress_stops_with_the_loss(tmp_path, eager):
     )
     with pytest.raises(ValueError, match=r"The loss is \w+ after 10 steps of warmup"):
         tfmiracle.compress(
-            network(), (x, y), None, tmp_path / "file", recipe, loss=LOSS, verbose=0
+            small_net(), (x, y), None, tmp_path / "file", recipe, loss=LOSS, verbose=0
         )
     assert not (tmp_path / "file").exists()
 

@@ -236,7 +236,7 @@ class CompressionCallback(keras.callbacks.Callback):
             evidence.append(coded.log_evidence)
         done = self._num_blocks - len(self._todo)
         kl = np.concatenate(kl)
-        logs = {k: np.asarray(v).tolist() for k, v in (logs or {}).items()}
+        logs = plain_logs(logs)
         self.history.append(
             {
                 "step": self._step,
@@ -291,3 +291,8 @@ class CompressionCallback(keras.callbacks.Callback):
                     f"{variable.path}; it has not been written. This is a defect of "
                     "tfmiracle or of the machine: please report it."
                 )
+
+
+def plain_logs(logs: dict | None) -> dict:
+    """What `fit` or `evaluate` logs, as JSON can say it: numbers, and lists of them."""
+    return {k: np.asarray(v).tolist() for k, v in (logs or {}).items()}

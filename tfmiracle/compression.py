@@ -21,7 +21,6 @@ from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
     architecture_by_place,
-    build_network,
     check_network,
     plain_architecture,
     set_weights,
@@ -178,9 +177,9 @@ def compress(
         "loss": _description(loss),
         "metrics": _description(metrics),
         "model": architecture_by_place(model),
-        "weights": _checksum(net.get_weights()),
-        "data": _checksum(data),
-        "validation_data": _checksum(validation_data),
+        "weights": checksum(net.get_weights()),
+        "data": checksum(data),
+        "validation_data": checksum(validation_data),
     }
     layout = {
         "block_size": recipe.block_size,
@@ -343,14 +342,13 @@ def _copy(model, seed):
         raise ValueError(
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
-    check_network(model)
+    copy = check_network(model)
     if posteriors(model):
         raise ValueError(
             f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
             "a CompressionCallback, or pass a plain network, such as what "
             "`VariationalModel.materialize` returns."
         )
-    copy = build_network(plain_architecture(model))
     set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     generators = [g for layer in copy._flatten_layers() for g in layer._seed_generators]
     states = np.random.SeedSequence(seed).generate_state(len(generators))
@@ -374,7 +372,8 @@ def _is_copied(source, copy):
     return source.read_bytes() == copy.read_bytes()
 
 
-def _checksum(data):
+def checksum(data) -> list[int] | str:
+    """CRC-32 of each array of a structure; of a `tf.data.Dataset`, its element spec."""
     if isinstance(data, tf.data.Dataset):
         return str(data.element_spec)
     leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data) if leaf is not None]

@@ -92,8 +92,11 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     )
 
 
-def check_network(model: keras.Model) -> None:
+def check_network(model: keras.Model) -> keras.Model:
     """Shows before the training what would make the file of a model wrong.
+
+    Returns:
+      The plain network, rebuilt for the purpose, with initial weights.
 
     Raises:
       ValueError: if the network cannot be described (its classes, a Lambda layer, a
@@ -126,6 +129,7 @@ def check_network(model: keras.Model) -> None:
             )
     ruled = {id(v) for _, variables in posteriors(model) for v in variables}
     _check_stored(model, [v for v in here if id(v) not in ruled])
+    return net
 
 
 def plain_architecture(model: keras.Model) -> dict:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.callbacks import CompressionCallback, plain_logs
 from tfmiracle.miracle_file import write_atomically
 from tfmiracle.models import posteriors
 from tfmiracle.posterior import DeterministicPosterior
@@ -134,9 +134,7 @@ class Run:
     def evaluate(self, stage: str, evaluation: Callable[[], dict]) -> None:
         """Sets `stages[stage]`, unless it is known."""
         if stage not in self.stages:
-            self.stages[stage] = {
-                k: np.asarray(v).tolist() for k, v in evaluation().items()
-            }
+            self.stages[stage] = plain_logs(evaluation())
 
     def train(
         self,
@@ -277,7 +275,7 @@ class _Record(keras.callbacks.Callback):
         if step % self._window and step < self._total:
             return
         self._closed = True
-        logs = {k: np.asarray(v).tolist() for k, v in (logs or {}).items()}
+        logs = plain_logs(logs)
         kl_bits = _mean_kl_bits(self.model)
         self._run.curve.append(
             {

@@ -9,7 +9,6 @@ import pathlib
 import platform
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 
 import filelock
@@ -20,7 +19,7 @@ import tensorflow as tf
 import tfmiracle
 from tfmiracle.architectures import ARCHITECTURES
 from tfmiracle.coded_posterior import CodedPosterior
-from tfmiracle.compression import CompressionResult, compress
+from tfmiracle.compression import CompressionResult, checksum, compress
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import write_atomically
@@ -136,12 +135,12 @@ def run_study(
       ValueError: if the working directory belongs to another study.
       OSError: if it cannot be written.
     """
-    data = load_dataset(study.data)
+    checksums = checksum(_arrays(load_dataset(study.data)))
     for folder in ("records", "runs"):
         (pathlib.Path(study.workdir) / folder).mkdir(parents=True, exist_ok=True)
     cells = study.cells()
     for path in sorted((pathlib.Path(study.workdir) / "records").glob("*.json")):
-        _check_record(study, path, data)
+        _check_record(study, path, checksums)
     workers = [
         multiprocessing.get_context("spawn").Process(
             target=_work, args=(study, _to_stderr), daemon=True
@@ -165,10 +164,14 @@ def _record_path(study, recipe):
     return pathlib.Path(study.workdir) / "records" / f"{cell_name(recipe)}.json"
 
 
-def _check_record(study, path, data):
+def _arrays(data: Dataset):
+    return data.x_train, data.y_train, data.x_test, data.y_test
+
+
+def _check_record(study, path, checksums):
     record = read_record(path)
     place = (record[key] for key in ("parameterization", "block_size", "seed"))
-    for key, value in _identity(study, study.recipe_of(*place), data).items():
+    for key, value in _identity(study, study.recipe_of(*place), checksums).items():
         if record.get(key) != value:
             raise ValueError(
                 f"{path} is of another study: its {key} is not the one asked for now. "
@@ -176,8 +179,7 @@ def _check_record(study, path, data):
             )
 
 
-def _identity(study, recipe, data):
-    arrays = data.x_train, data.y_train, data.x_test, data.y_test
+def _identity(study, recipe, checksums):
     return {
         "format": RECORD_FORMAT,
         "parameterization": recipe.parameterization,
@@ -186,7 +188,7 @@ def _identity(study, recipe, data):
         "scale": study.scale,
         "model": study.model,
         "data": study.name,
-        "data_crc32": [zlib.crc32(np.ascontiguousarray(a)) for a in arrays],
+        "data_crc32": checksums,
         "settings": json.loads(
             json.dumps({**dataclasses.asdict(recipe), "rules": study.rules})
         ),
@@ -255,7 +257,7 @@ def _record(study, recipe, result: CompressionResult, data):
     )
     last = result.curve[-1]["step"] if result.curve else 0
     return {
-        **_identity(study, recipe, data),
+        **_identity(study, recipe, checksum(_arrays(data))),
         "versions": {
             "tfmiracle": tfmiracle.__version__,
             "tensorflow": tf.__version__,
