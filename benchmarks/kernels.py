@@ -1,64 +1,42 @@
-"""Times the kernels against the naive way and against the limits of the machine.
+"""Variance, coder and codebook, against the naive way, C and the machine's limits."""
 
-    python benchmarks/kernels.py [--json=FILE]
-
-Every figure is a ratio within this one run; single times depend on the machine. The
-limits are measured on the spot: a large matrix product and a large copy.
-"""
-
-import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
-import time
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+import concurrent.futures
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
+from timing import (
+    CORES,
+    best,
+    best_of_each,
+    bytes_per_ms,
+    loops,
+    milliseconds,
+    operations_per_ms,
+    peak_mb,
+    words_per_ms,
+)
 
-import tfmiracle
-from tfmiracle import codebook
-from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle import codebook, coder, philox
 from tfmiracle.mean_kl import log_scale_ratio
 
-tfd = tfp.distributions
 BITS = 20
+SEED = 7
 
 
-def best(function, repeats=5):
-    """Shortest time of a call in seconds, after one to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def printed_variance(s):
+    """log(sigma / rho) by the formula as the paper prints it (equation 3)."""
+    x = -tf.exp(-0.5 * s * s - 1.0)
+    return 0.5 * tf.math.log(-tfp.math.lambertw(x))
 
 
-def limits():
-    a = tf.random.normal([2048, 2048])
-    seconds = best(lambda: tf.matmul(a, a).numpy())
-    block = np.ones(1 << 27, np.float32)
-    target = np.empty_like(block)
-    copy = best(lambda: np.copyto(target, block))
-    return {
-        "matmul_gflops": 2 * 2048**3 / seconds / 1e9,
-        "copy_gbytes_per_s": 2 * block.nbytes / copy / 1e9,
-    }
-
-
-def variance(jit):
-    """Log sigma of a million weights and its gradient, against TFP's Lambert W."""
+def variance(jit: bool) -> dict:
+    """Forward and backward, for a million weights."""
     s = tf.constant(np.geomspace(1e-3, 8, 1 << 20), tf.float32)
-
-    def printed(s):
-        x = -tf.exp(-0.5 * s * s - 1.0)
-        return 0.5 * tf.math.log(-tfp.math.lambertw(x))
 
     def timed(kernel):
         @tf.function(jit_compile=jit)
@@ -66,87 +44,233 @@ def variance(jit):
             with tf.GradientTape() as tape:
                 tape.watch(s)
                 y = kernel(s)
-            return tape.gradient(y, s)
+            return y, tape.gradient(y, s)
 
-        return best(lambda: run(s).numpy())
+        return lambda: [x.numpy() for x in run(s)]
 
-    ours, peer = timed(log_scale_ratio), timed(printed)
-    return {"ms": 1e3 * ours, "peer_ms": 1e3 * peer, "times_faster": peer / ours}
-
-
-def naive_encode(loc, scale, seed):
-    p = tfd.MultivariateNormalDiag(tf.zeros_like(loc), tf.ones_like(scale))
-    q = tfd.MultivariateNormalDiag(loc, scale)
-    z = p.sample(1 << BITS, seed=seed)
-    return tfd.Categorical(q.log_prob(z) - p.log_prob(z)).sample(seed=seed)
-
-
-def encode(block_size, codebook_name, blocks):
-    rng = np.random.default_rng(0)
-    loc = rng.normal(0, 0.8, (blocks, block_size)).astype(np.float32)
-    log_scale = -np.abs(rng.normal(0, 0.5, loc.shape)).astype(np.float32)
-    coder = MinimalRandomCoder(BITS, 1, codebook_name, "sample")
-    ours = best(lambda: coder.encode(np.arange(blocks), loc, log_scale), 3) / blocks
-    naive = tf.function(naive_encode)
-    inputs = tf.constant(loc[0]), tf.constant(np.exp(log_scale[0]))
-    peer = best(lambda: naive(*inputs, tf.constant([1, 2])).numpy(), 3)
-    result = {"ms": 1e3 * ours, "peer_ms": 1e3 * peer, "times_faster": peer / ours}
-    if codebook_name == "shared":
-        # z^2 and z, multiplied and added, for every candidate and dimension
-        operations = 2 * 2 * block_size * 2**BITS
-        result["gflops"] = operations / ours / 1e9
-    return result
-
-
-def decode(num_weights):
-    blocks = -(-num_weights // 20)
-    indices = np.arange(blocks) * 7919 % (1 << BITS)
-    seconds = best(
-        lambda: codebook.candidates(1, np.arange(blocks), indices, 20, False)
+    peer = "tfp.math.lambertw"
+    times = best_of_each(
+        {"ours": timed(log_scale_ratio), peer: timed(printed_variance)}
     )
-    return {"ms": 1e3 * seconds, "weights_per_s": num_weights / seconds}
-
-
-def import_time(statement):
-    command = [sys.executable, "-c", statement]
-    return best(lambda: subprocess.run(command, check=True, capture_output=True), 3)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="also write the figures to this file")
-    arguments = parser.parse_args()
-    figures = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "tensorflow": tf.__version__,
-            "numpy": np.__version__,
-            "tfmiracle": tfmiracle.__version__,
-            **limits(),
-        },
-        "log sigma of 1 M weights, graph": variance(False),
-        "log sigma of 1 M weights, XLA": variance(True),
-        "encode a block, own codebook, D = 20": encode(20, "per_block", 4),
-        "encode a block, own codebook, D = 32": encode(32, "per_block", 4),
-        "encode a block of 64, shared codebook, D = 20": encode(20, "shared", 64),
-        "decode 24,830 weights": decode(24_830),
-        "decode 10 M weights": decode(10_000_000),
-        "import numpy": {"ms": 1e3 * import_time("import numpy")},
-        "import tfmiracle.decoder": {
-            "ms": 1e3 * import_time("import tfmiracle.decoder")
-        },
+    return {
+        "ours": times["ours"],
+        "peers": {peer: times[peer]},
+        "limits": {"memory": 3 * s.numpy().nbytes / bytes_per_ms()},  # in, two out
+        "targets": {peer: 50 if jit else 100},
     }
-    for name, figure in figures.items():
-        text = ", ".join(
-            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-            for k, v in figure.items()
+
+
+def gaussians(blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of the budget, 20 bits: (loc, log_scale) `[blocks, block_size]`."""
+    rng = np.random.default_rng(0)
+    kl = BITS * np.log(2) * rng.dirichlet(np.ones(block_size), blocks)
+    tanh = rng.uniform(-0.9, 0.9, kl.shape)
+    s = np.sqrt(4 * kl * (1 - tanh**2)).astype(np.float32)
+    return (np.sqrt(2 * kl) * tanh).astype(np.float32), log_scale_ratio(s).numpy()
+
+
+def naive(loc, scale, seed):
+    """Minimal random coding in a few lines of TFP; everything of size K at once."""
+    p = tfp.distributions.MultivariateNormalDiag(tf.zeros_like(loc), tf.ones_like(loc))
+    q = tfp.distributions.MultivariateNormalDiag(loc, scale)
+    z = p.sample(1 << BITS, seed=seed)
+    log_weights = q.log_prob(z) - p.log_prob(z)
+    return tfp.distributions.Categorical(log_weights).sample(seed=seed)
+
+
+def naive_call(wrap: Callable, block_size: int) -> Callable:
+    """A call of it, with another seed each time."""
+    loc, log_scale = gaussians(1, block_size)
+    inputs = tf.constant(loc[0]), tf.constant(np.exp(log_scale[0]))
+    function, seeds = wrap(naive), itertools.count()
+    return lambda: function(*inputs, tf.constant([1, next(seeds)])).numpy()
+
+
+def encode_one(block_size: int) -> dict:
+    """A block with a codebook of its own."""
+    loc, log_scale = gaussians(1, block_size)
+    ours = coder.MinimalRandomCoder(BITS, SEED, "per_block", "sample")
+    numbers = itertools.count()
+    groups = -(-block_size // 8)
+    padding = [(0, 8 * groups - block_size)]
+    arrays = [
+        codebook.normal_quantiles(),
+        np.pad(loc[0], padding),
+        np.pad(np.exp(-log_scale[0]), padding, constant_values=1),
+    ]
+    found = [np.empty(1 << BITS - 10, np.float32) for _ in range(2)]
+    table, mean, inverse, means, maxima = (
+        x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *found)
+    )
+    volume = ctypes.c_float(log_scale.sum())
+
+    def score(number):
+        loops().score(
+            *(1 << BITS, groups, number, SEED, 0),
+            *(table, mean, inverse, volume, means, maxima),
         )
-        print(f"{name}: {text}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(figures, file, indent=2)
+
+    score(3)
+    expected = ours._leaves(np.array([3], np.uint32), loc, log_scale)
+    for there, here in zip(expected, found):
+        np.testing.assert_allclose(here, there[0], atol=2e-3)
+
+    times = best_of_each(
+        {
+            "ours": lambda: ours.encode([next(numbers)], loc, log_scale),
+            "C": lambda: score(next(numbers)),
+            "TFP, graph": naive_call(tf.function, block_size),
+            "TFP, eager": naive_call(lambda f: f, block_size),
+            "TFP, jitted": naive_call(
+                lambda f: tf.function(f, jit_compile=True), block_size
+            ),
+        }
+    )
+    words = groups * 4 << BITS
+    return {
+        "ours": times.pop("ours"),
+        "peers": times,
+        "limits": {"generator, one core": words / words_per_ms()},
+        "targets": {"TFP, graph": 15, "C": 0.8},
+    }
 
 
-if __name__ == "__main__":
-    main()
+def encode_memory() -> dict:
+    """Memory above what the process had, for codebooks of 2**16, 2**20, 2**24."""
+    loc, log_scale = gaussians(1, 32)
+    before = peak_mb()
+    found = {}
+    for bits in (16, 20, 24):
+        ours = coder.MinimalRandomCoder(bits, SEED, "per_block", "sample")
+        ours.encode([1], loc, log_scale)
+        found[bits] = peak_mb() - before
+    return {
+        "unit": "MiB",
+        "ours": found[24],
+        "peers": {"K = 2**16": found[16], "K = 2**20": found[20], "200 MiB": 200},
+        "targets": {"200 MiB": 1},
+    }
+
+
+def naive_memory() -> dict:
+    """The same of the naive way, at 2**20."""
+    before = peak_mb()
+    naive_call(tf.function, 32)()
+    return {"unit": "MiB", "ours": peak_mb() - before}
+
+
+def encode_many(block_size: int) -> dict:
+    """A block of many with a shared codebook, on all cores."""
+    blocks = 64 * CORES
+    loc, log_scale = gaussians(blocks, block_size)
+    ours = coder.MinimalRandomCoder(BITS, SEED, "shared", "sample")
+    numbers = itertools.count()
+
+    def encode():
+        ours.encode(next(numbers) * blocks + np.arange(blocks), loc, log_scale)
+
+    times = best_of_each(
+        {"ours": encode, "TFP, graph": naive_call(tf.function, block_size)}
+    )
+    # z**2, z and 1 times their coefficients, for every candidate
+    operations = 2 * (2 * (-(-block_size // 8) * 8) + 1) << BITS
+    product = "multiply-adds of the product, all cores"
+    return {
+        "ours": times["ours"] / blocks,
+        "peers": {"TFP, graph": times["TFP, graph"]},
+        "limits": {product: operations / operations_per_ms()},
+        "targets": {"TFP, graph": 120, product: 0.5},
+    }
+
+
+def generate() -> dict:
+    """2**20 candidates of 32 dimensions, written to memory."""
+    shape, groups, chunk = [1 << 20, 32], 4, 1 << 11
+    share = shape[0] // CORES
+
+    @tf.function(jit_compile=True, autograph=False)
+    def part(key, stream, first):
+        def some(start):
+            calls = coder._calls(start, chunk, groups, stream, 0, key)
+            return tf.map_fn(
+                coder._table_normals,
+                calls,
+                fn_output_signature=[tf.float32] * codebook.PER_CALL,
+            )
+
+        return tf.map_fn(
+            some,
+            first + tf.range(0, share, chunk),
+            fn_output_signature=[tf.float32] * codebook.PER_CALL,
+        )
+
+    pool = concurrent.futures.ThreadPoolExecutor(CORES)
+    numbers = itertools.count()
+    key = tf.constant(philox.split_seed(SEED), tf.uint32)
+
+    def ours():
+        stream = tf.constant(next(numbers), tf.uint32)
+        firsts = [tf.constant(i * share) for i in range(CORES)]
+        return list(pool.map(lambda first: part(key, stream, first), firsts))
+
+    index = np.arange(1 << 16, dtype=np.uint32)  # a part, for NumPy
+    stream = np.zeros_like(index)
+    normals = tf.random.stateless_normal
+    jitted = tf.function(normals, jit_compile=True)
+    peers = {
+        "stateless_normal": lambda: normals(shape, [0, next(numbers)]).numpy(),
+        "stateless_normal, jitted": lambda: jitted(shape, [0, next(numbers)]).numpy(),
+        "NumPy Philox": lambda: np.random.Generator(
+            np.random.Philox(next(numbers))
+        ).standard_normal(shape, np.float32),
+        "C, words alone, one core": lambda: loops().generate(
+            1 << 22, next(numbers), 1, 2
+        ),
+    }
+    times = best_of_each({"ours": ours, **peers})
+    here = 16 * best(lambda: codebook.normals(SEED, 0, stream, index, 32), 3)
+    return {
+        "ours": times.pop("ours"),
+        "peers": {**times, "ours in NumPy, one core": here},
+        "limits": {
+            "generator, all cores": 2**24 / words_per_ms() / CORES,
+            "memory": 4 * 2**25 / bytes_per_ms(),
+        },
+        "targets": dict.fromkeys(list(peers)[:3], 3),
+    }
+
+
+def one_shot(block_size: int = 20) -> dict:
+    """All blocks of models of growing size at once; ms per thousand weights."""
+    ours = coder.MinimalRandomCoder(BITS, SEED, "shared", "largest_weight")
+    found = {}
+    for weights in (62_500, 250_000, 1_000_000):
+        blocks = weights // block_size
+        loc, log_scale = gaussians(blocks, block_size)
+        numbers = np.arange(blocks)
+        if not found:
+            ours.encode(numbers[:64], loc[:64], log_scale[:64])  # compiles
+        time = milliseconds(functools.partial(ours.encode, numbers, loc, log_scale))
+        found[f"{weights:,} weights"] = time / weights * 1e3
+    names = list(found)
+    return {
+        "unit": "ms per 1,000 weights",
+        "ours": found.pop(names[-1]),
+        "peers": found,
+        "targets": {names[0]: 0.9},
+    }
+
+
+ROWS = {
+    "log sigma of 1 M weights, forward and backward, graph": lambda: variance(False),
+    "the same, XLA": lambda: variance(True),
+    "encode a block, own codebook, D = 20": lambda: encode_one(20),
+    "the same, D = 32": lambda: encode_one(32),
+    "the same, D = 40": lambda: encode_one(40),
+    "memory for it, K = 2**24, D = 32": encode_memory,
+    "memory of TFP, graph, K = 2**20": naive_memory,
+    "encode a block of many, shared codebook, D = 20": lambda: encode_many(20),
+    "the same, D = 32, shared": lambda: encode_many(32),
+    "generate a codebook of 2**20 x 32": generate,
+    "encode a model of 1 M weights in one shot, D = 20": one_shot,
+}

@@ -1,6 +1,10 @@
 """Fixtures that several test modules share."""
 
+import os
+
 import pytest
+
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
 
 
 @pytest.fixture

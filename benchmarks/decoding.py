@@ -1,0 +1,100 @@
+"""Decoding against reading the plain weights, and what an import costs."""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+from timing import best_of_each
+
+from tfmiracle.codebook import CODEBOOKS
+from tfmiracle.decoder import decode
+from tfmiracle.layout import CodedVariable, WeightLayout
+from tfmiracle.miracle_file import CodedGroup, MiracleFile
+
+LENET5 = [
+    CodedVariable((5, 5, 1, 20)),
+    CodedVariable((20,)),
+    CodedVariable((5, 5, 20, 50), hash_factor=2),
+    CodedVariable((50,)),
+    CodedVariable((800, 500), hash_factor=64),
+    CodedVariable((500,)),
+    CodedVariable((500, 10)),
+    CodedVariable((10,)),
+]
+TEN_MILLION = [CodedVariable((1000, 1000))] * 10
+
+
+def file_of(variables, codebook) -> MiracleFile:
+    """Blocks of 20 weights and 20 bits; any indices will do."""
+    layout = WeightLayout(variables, 20, seed=0)
+    indices = np.random.default_rng(0).integers(0, 1 << 20, layout.num_blocks)
+    scales = np.ones(layout.num_scales, np.float32)
+    return MiracleFile(
+        names=[f"variable{i}" for i in range(len(variables))],
+        coded=[(0, i) for i in range(len(variables))],
+        groups=[CodedGroup(layout, 20, codebook, scales, indices)],
+        stored=[],
+        architecture={},
+    )
+
+
+def decoding(variables, codebook: str, target_ms: float) -> dict:
+    """A file to arrays, in NumPy."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, plain = pathlib.Path(folder, "file"), pathlib.Path(folder, "weights.npz")
+        file_of(variables, codebook).write(file)
+        np.savez(plain, *decode(file).weights.values())
+
+        def read():
+            with np.load(plain) as arrays:
+                return [arrays[name] for name in arrays]
+
+        peer = "reading the float32 .npz"
+        times = best_of_each({"ours": lambda: decode(file), peer: read})
+    limit = f"{target_ms:,} ms"
+    return {
+        "ours": times["ours"],
+        "peers": {peer: times[peer], limit: target_ms},
+        "targets": {limit: 1},
+    }
+
+
+def importing(statement: str, base: str, target_ms: float) -> dict:
+    """How much longer Python takes for one statement than for another."""
+
+    def run(code):
+        return lambda: subprocess.run([sys.executable, "-c", code], check=True)
+
+    times = best_of_each({"ours": run(statement), "base": run(base)}, 5)
+    limit = f"{target_ms} ms"
+    return {
+        "ours": max(0.0, times["ours"] - times["base"]),
+        "peers": {f"`{base}`, all of it": times["base"], limit: target_ms},
+        "targets": {limit: 1},
+    }
+
+
+ROWS = {
+    f"decode {name}, {codebook} codebook": (
+        lambda variables=variables, codebook=codebook, target=target: decoding(
+            variables, codebook, target
+        )
+    )
+    for name, variables, target in (
+        ("LeNet-5", LENET5, 20),
+        ("10 M weights", TEN_MILLION, 2000),
+    )
+    for codebook in CODEBOOKS
+} | {
+    "import of the decoder, above NumPy": lambda: importing(
+        "import tfmiracle.decoder", "import numpy", 50
+    ),
+    "import of all of tfmiracle, above TensorFlow and TFP": lambda: importing(
+        "import keras, tensorflow, tensorflow_probability, tfmiracle;"
+        "[getattr(tfmiracle, name) for name in tfmiracle.__all__]",
+        "import keras, tensorflow, tensorflow_probability",
+        300,
+    ),
+}

@@ -1,0 +1,93 @@
+"""Runs the benchmarks and writes what they found.
+
+    python benchmarks/run.py --output=FOLDER [--only=TEXT]
+
+Needs gcc. A row is measured in a process of its own, everything in it within that one
+process and in turns; take the ratios, and leave the machine alone meanwhile. Writes
+`benchmarks.json` and `benchmarks.md`. `networks.py` is apart: it takes hours.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import pathlib
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
+
+import decoding
+import kernels
+import timing
+import training
+
+ROWS = kernels.ROWS | training.ROWS | decoding.ROWS
+SPAWN = multiprocessing.get_context("spawn")
+
+EXPLANATION = """
+Times are the shortest of several, in ms unless said. "Times faster" is the time of
+the peer divided by ours, "of the limit" the time that the machine needs at least for
+that part of the work, divided by ours. A target is a ratio that this project set out to
+reach.
+"""
+
+
+def measure(name: str) -> dict:
+    return ROWS[name]()
+
+
+def in_a_process_of_its_own(function, *arguments):
+    with concurrent.futures.ProcessPoolExecutor(1, SPAWN) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def line(name: str, row: dict) -> str:
+    """A row of the table in Markdown."""
+    ours = row["ours"]
+    of = row.get("peers", {}) | row.get("limits", {})
+    ratio = {name: value / ours if ours else float("inf") for name, value in of.items()}
+    cells = [
+        name,
+        f"{number(ours)} {row.get('unit', '')}".strip(),
+        "<br>".join(f"{p}: {number(ratio[p])}" for p in row.get("peers", {})),
+        "<br>".join(f"{p}: {ratio[p]:.0%}" for p in row.get("limits", {})),
+        "<br>".join(
+            f"{number(target)} of {p}: {'yes' if ratio[p] >= target else 'no'}"
+            for p, target in row.get("targets", {}).items()
+        ),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def table(figures: dict, machine: dict) -> str:
+    titles = ["", "ours", "times faster than", "of the limit", "target, reached?"]
+    text = "    python benchmarks/run.py --output=FOLDER\n\n"
+    text += ", ".join(f"{key} {value}" for key, value in machine.items()) + ".\n"
+    text += f"{EXPLANATION}\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}\n"
+    return text + "".join(line(name, row) for name, row in figures.items())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", required=True, type=pathlib.Path)
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    flags = parser.parse_args()
+    flags.output.mkdir(parents=True, exist_ok=True)
+    figures = {}
+    for name in ROWS:
+        if flags.only in name:
+            figures[name] = in_a_process_of_its_own(measure, name)
+            print(line(name, figures[name]), end="", flush=True)
+    machine = in_a_process_of_its_own(timing.machine)
+    record = {"machine": machine, "figures": figures}
+    (flags.output / "benchmarks.json").write_text(json.dumps(record, indent=1) + "\n")
+    (flags.output / "benchmarks.md").write_text(table(figures, machine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Times, the limits of the machine, and the same work as a plain C loop."""
+
+import ctypes
+import functools
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+
+import tfmiracle
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def best(function: Callable, repeats: int = 5) -> float:
+    """Shortest time of a call in ms, after one to warm up."""
+    function()
+    return min(milliseconds(function) for _ in range(repeats))
+
+
+def best_of_each(functions: dict[str, Callable], repeats: int = 3) -> dict[str, float]:
+    """As `best`, in turns, so that a slow minute of the machine is shared."""
+    for function in functions.values():
+        function()
+    rounds = [
+        {name: milliseconds(function) for name, function in functions.items()}
+        for _ in range(repeats)
+    ]
+    return {name: min(times[name] for times in rounds) for name in functions}
+
+
+def milliseconds(function: Callable) -> float:
+    """Time of one call."""
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def peak_mb() -> float:
+    """The largest memory of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@functools.cache
+def bytes_per_ms() -> float:
+    """Bandwidth of memory: bytes read and written in a large copy."""
+    block = np.ones(1 << 27, np.float32)
+    target = np.empty_like(block)
+    return 2 * block.nbytes / best(lambda: np.copyto(target, block))
+
+
+@functools.cache
+def operations_per_ms() -> float:
+    """Multiplications and additions in a large float32 matrix product."""
+    import tensorflow as tf
+
+    a = tf.random.stateless_normal([2048, 2048], [0, 0])
+    return 2 * 2048**3 / best(lambda: tf.matmul(a, a).numpy())
+
+
+@functools.cache
+def words_per_ms() -> float:
+    """Words of Philox that a C loop generates on one core."""
+    count = 1 << 20
+    return 4 * count / best(lambda: loops().generate(count, 1, 2, 3))
+
+
+@functools.cache
+def loops() -> ctypes.CDLL:
+    """`loops.c`, compiled for this machine."""
+    folder = tempfile.mkdtemp()
+    library = pathlib.Path(folder) / "loops.so"
+    source = pathlib.Path(__file__).with_name("loops.c")
+    flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
+    subprocess.run(["gcc", *flags, source, "-o", library, "-lm"], check=True)
+    return ctypes.CDLL(library)
+
+
+def machine() -> dict:
+    """Processor, cores and versions."""
+    import keras
+    import tensorflow as tf
+    import tensorflow_probability as tfp
+
+    info = pathlib.Path("/proc/cpuinfo")
+    found = re.search("model name\t: (.*)", info.read_text() if info.exists() else "")
+    modules = (tfmiracle, keras, tf, tfp, np)
+    versions = {module.__name__: module.__version__ for module in modules}
+    return {"processor": found[1] if found else "unknown", "cores": CORES, **versions}
