@@ -1,0 +1,130 @@
+"""Compares settings of `tfmiracle compress` on MNIST: error against minutes.
+
+    python benchmarks/recipes.py --data=MNIST.npz --output=FOLDER [--seeds=0,1,2]
+        [--only=TEXT] [--test]
+
+Runs every variant with every seed, one after the other, each in a process of its own;
+killed and started again, it goes on. Errors are those on 10,000 images held out of the
+training set, which is what settings are chosen by; with --test, all 60,000 train, and
+errors are those on the test set. Writes a JSON file a run, and a table.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+
+BASE = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
+
+# What differs from BASE. `steps` are those of warm start, training and fine-tuning
+# after each of the rounds.
+VARIANTS = {
+    "quick": {},
+    "twice the steps": {"steps": (4000, 12000, 180)},
+    "four times the steps": {"steps": (8000, 24000, 360)},
+    "batches of 128": {"batch_size": 128, "steps": (1400, 4200, 60)},
+    "batches of 200": {"batch_size": 200, "steps": (1000, 3000, 45)},
+    "more training, less fine-tuning": {"steps": (2000, 8000, 50)},
+    "less training, more fine-tuning": {"steps": (2000, 4000, 130)},
+    "no warm start": {"steps": (0, 8000, 90), "warm_start": False},
+    "sampled candidates": {"selection": "sample"},
+    "KL of 18 bits": {"kl_bits": 18},
+    "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
+    "fine-tuning at 1e-3": {"finetune_learning_rate": 1e-3},
+    "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
+    "quotas as fast as means": {"quota_rate": 1},
+    "learning rate 5e-3": {"learning_rate": 5e-3},
+    "learning rate 2e-2": {"learning_rate": 2e-2},
+    "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 40},
+    "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 360},
+    "Mean-Var": {
+        "parameterization": "mean_var",
+        "learning_rate": 2e-3,
+        "finetune_learning_rate": 1e-3,
+    },
+}
+STEPS = ("warmup_steps", "train_steps", "finetune_steps")
+STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
+
+
+def flags_of(variant: dict) -> list[str]:
+    settings = dict(variant)
+    settings |= zip(STEPS, settings.pop("steps", ()))
+    return [
+        f"--no{name}" if value is False else f"--{name}={value}"
+        for name, value in settings.items()
+    ]
+
+
+def run(name: str, seed: int, arguments) -> dict:
+    """The record of a run, made now unless it is there."""
+    stem = f"{'-'.join(name.replace(',', '').split())}-{seed}"
+    record = arguments.output / f"{stem}.json"
+    if not record.exists():
+        options = [] if arguments.test else [f"--validation_fraction={1 / 6}"]
+        print(f"{name}, seed {seed}", flush=True)
+        command = [sys.executable, "-m", "tfmiracle.cli", "compress"]
+        command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
+        command += [*flags_of(VARIANTS[name]), *options, "--json", "--overwrite"]
+        command += [f"--workdir={arguments.output / 'runs' / stem}"]
+        command += [f"--output={arguments.output / 'runs' / stem}.miracle"]
+        log = arguments.output / "runs" / f"{stem}.log"
+        with log.open("a") as file:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file)
+        if done.returncode:
+            sys.exit(f"{' '.join(map(str, command))} failed, see {log}")
+        found = json.loads(done.stdout)
+        keys = ("errors", "evaluated_on", "seconds", "file_bytes", "payload_bytes")
+        cores = len(os.sched_getaffinity(0))
+        kept = {key: found[key] for key in keys} | {"cores": cores}
+        record.write_text(json.dumps(kept, indent=1) + "\n")
+    return json.loads(record.read_text())
+
+
+def mean(values: list[float]) -> str:
+    """With the standard error, where there are several."""
+    text = f"{np.mean(values):.2f}"
+    if len(values) > 1:
+        text += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.2f}"
+    return text
+
+
+def table(records: dict[str, list[dict]]) -> str:
+    titles = ["", "seeds", *(f"{stage}, %" for stage in STAGES), "minutes", "bytes"]
+    lines = [titles, ["---"] * len(titles)]
+    for name, runs in records.items():
+        errors = [
+            mean([100 * r["errors"][stage] for r in runs])
+            if all(stage in r["errors"] for r in runs)
+            else ""
+            for stage in STAGES
+        ]
+        minutes = mean([r["seconds"] / 60 for r in runs])
+        lines.append([name, len(runs), *errors, minutes, runs[0]["file_bytes"]])
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="MNIST as Keras' .npz file")
+    parser.add_argument("--output", required=True, type=pathlib.Path)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--test", action="store_true", help="report on the test set")
+    arguments = parser.parse_args()
+    (arguments.output / "runs").mkdir(parents=True, exist_ok=True)
+    records = {}
+    for seed in map(int, arguments.seeds.split(",")):
+        for name in VARIANTS:
+            if arguments.only in name:
+                records.setdefault(name, []).append(run(name, seed, arguments))
+                (arguments.output / "table.md").write_text(table(records))
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
