@@ -57,6 +57,12 @@ def test_no_entry_is_near_a_rounding_boundary():
             assert abs(x * 2**20 - steps[i]) < 1e-13 * 2**20
 
 
+def test_quantiles_of_all_magnitudes():
+    p = np.geomspace(1e-11, 0.5, 5001)
+    expected = [statistics.NormalDist().inv_cdf(x) for x in p]
+    np.testing.assert_allclose(codebook._inverse_cdf(p), expected, rtol=4e-15)
+
+
 def direct(domain, stream, index, block_size):
     """Candidate, one dimension at a time."""
     z = []
