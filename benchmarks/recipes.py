@@ -16,7 +16,7 @@ import pathlib
 import subprocess
 import sys
 
-import numpy as np
+from tables import markdown, mean
 
 BASE = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
 
@@ -26,6 +26,7 @@ VARIANTS = {
     "quick": {},
     "twice the steps": {"steps": (4000, 12000, 180)},
     "four times the steps": {"steps": (8000, 24000, 360)},
+    "batches of 32": {"batch_size": 32, "steps": (3200, 9600, 140)},
     "batches of 128": {"batch_size": 128, "steps": (1400, 4200, 60)},
     "batches of 200": {"batch_size": 200, "steps": (1000, 3000, 45)},
     "more training, less fine-tuning": {"steps": (2000, 8000, 50)},
@@ -85,27 +86,19 @@ def run(name: str, seed: int, arguments) -> dict:
     return json.loads(record.read_text())
 
 
-def mean(values: list[float]) -> str:
-    """With the standard error, where there are several."""
-    text = f"{np.mean(values):.2f}"
-    if len(values) > 1:
-        text += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:.2f}"
-    return text
-
-
 def table(records: dict[str, list[dict]]) -> str:
     titles = ["", "seeds", *(f"{stage}, %" for stage in STAGES), "minutes", "bytes"]
-    lines = [titles, ["---"] * len(titles)]
+    rows = []
     for name, runs in records.items():
         errors = [
-            mean([100 * r["errors"][stage] for r in runs])
+            mean([100 * r["errors"][stage] for r in runs], 2)
             if all(stage in r["errors"] for r in runs)
             else ""
             for stage in STAGES
         ]
-        minutes = mean([r["seconds"] / 60 for r in runs])
-        lines.append([name, len(runs), *errors, minutes, runs[0]["file_bytes"]])
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+        minutes = mean([r["seconds"] / 60 for r in runs], 1)
+        rows.append([name, len(runs), *errors, minutes, runs[0]["file_bytes"]])
+    return markdown(titles, rows)
 
 
 def main():

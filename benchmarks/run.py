@@ -21,6 +21,7 @@ import decoding
 import kernels
 import timing
 import training
+from tables import markdown
 
 ROWS = kernels.ROWS | training.ROWS | decoding.ROWS
 SPAWN = multiprocessing.get_context("spawn")
@@ -42,12 +43,12 @@ def in_a_process_of_its_own(function, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def line(name: str, row: dict) -> str:
-    """A row of the table in Markdown."""
+def cells(name: str, row: dict) -> list[str]:
+    """A row of the table."""
     ours = row["ours"]
     of = row.get("peers", {}) | row.get("limits", {})
     ratio = {name: value / ours if ours else float("inf") for name, value in of.items()}
-    cells = [
+    return [
         name,
         f"{number(ours)} {row.get('unit', '')}".strip(),
         "<br>".join(f"{p}: {number(ratio[p])}" for p in row.get("peers", {})),
@@ -57,7 +58,6 @@ def line(name: str, row: dict) -> str:
             for p, target in row.get("targets", {}).items()
         ),
     ]
-    return f"| {' | '.join(cells)} |\n"
 
 
 def number(value: float) -> str:
@@ -68,8 +68,8 @@ def table(figures: dict, machine: dict) -> str:
     titles = ["", "ours", "times faster than", "of the limit", "target, reached?"]
     text = "    python benchmarks/run.py --output=FOLDER\n\n"
     text += ", ".join(f"{key} {value}" for key, value in machine.items()) + ".\n"
-    text += f"{EXPLANATION}\n| {' | '.join(titles)} |\n|{' --- |' * len(titles)}\n"
-    return text + "".join(line(name, row) for name, row in figures.items())
+    rows = [cells(name, row) for name, row in figures.items()]
+    return f"{text}{EXPLANATION}\n{markdown(titles, rows)}"
 
 
 def main():
@@ -82,7 +82,7 @@ def main():
     for name in ROWS:
         if flags.only in name:
             figures[name] = in_a_process_of_its_own(measure, name)
-            print(line(name, figures[name]), end="", flush=True)
+            print(*cells(name, figures[name]), sep=" | ", flush=True)
     machine = in_a_process_of_its_own(timing.machine)
     record = {"machine": machine, "figures": figures}
     (flags.output / "benchmarks.json").write_text(json.dumps(record, indent=1) + "\n")
