@@ -441,6 +441,8 @@ def test_choices_and_metadata_are_checked_at_once(tmp_path):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.float32(1)})
     with pytest.raises(ValueError, match="JSON"):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.nan})
+    with pytest.raises(ValueError, match="2,000,009 bytes as JSON; a file has room"):
+        CompressionCallback(tmp_path / "net.miracle", metadata={"x": "." * 2_000_000})
 
 
 def test_what_cannot_be_coded_is_refused_before_training(tmp_path, quick):

@@ -74,11 +74,15 @@ def network(seed=None):
 
 
 def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
-    options = {"validation_data": data(), "loss": LOSS, **options}
+    options = {
+        "path": folder / "net.miracle",
+        "validation_data": data(),
+        "loss": LOSS,
+        **options,
+    }
     return tfmiracle.compress(
         network(),
         data(),
-        path=folder / "net.miracle",
         recipe=recipe,
         metrics=["accuracy"],
         callbacks=[KillAt(kill)] if kill else (),
@@ -156,6 +160,10 @@ def test_a_finished_run_is_not_repeated(tmp_path, every_step, whole, monkeypatch
     for kind in ("miracle", "posterior.npz"):
         data = (tmp_path / f"net.{kind}").read_bytes()
         assert data == (tmp_path / "work" / f"coded.{kind}").read_bytes()
+    # The run's own file may be the one asked for.
+    inside = tmp_path / "work" / "coded.miracle"
+    for _ in range(2):
+        assert compress(tmp_path, path=inside, keep_posterior=True).path == str(inside)
 
 
 def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import types
 
 import filelock
 import keras
@@ -269,6 +270,15 @@ def test_the_papers_grid():
         seed=9,
     )
     assert made.rules == {"conv2/kernel": "hash=2", "dense1/kernel": "hash=64"}
+
+
+def test_a_process_that_fails_is_not_passed_over(small, monkeypatch):
+    worker = types.SimpleNamespace(start=print, join=print, exitcode=1)
+    context = types.SimpleNamespace(Process=lambda **_: worker)
+    monkeypatch.setattr(study.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(study, "_work", print)
+    with pytest.raises(RuntimeError, match="1 of 2 processes of the study failed"):
+        run_study(small, jobs=2, say=print)
 
 
 @pytest.mark.slow

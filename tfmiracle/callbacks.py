@@ -17,6 +17,8 @@ from tfmiracle.network import check_network, coded_posterior, to_file
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.recalibration import recalibrate
 
+_MAX_METADATA_BYTES = 1 << 20
+
 
 class CompressionCallback(keras.callbacks.Callback):
     """Codes a model during `fit` and writes its `.miracle` file (Havasi et al. 2019).
@@ -90,7 +92,13 @@ class CompressionCallback(keras.callbacks.Callback):
                 f"`selection` must be one of {SELECTIONS}. "
                 f"Received: selection={selection!r}"
             )
-        json.dumps(metadata, allow_nan=False)  # errors should come before the training
+        # Errors should come before the training.
+        size = len(json.dumps(metadata, allow_nan=False))
+        if size > _MAX_METADATA_BYTES:
+            raise ValueError(
+                f"`metadata` takes {size:,} bytes as JSON; a file has room for "
+                f"{_MAX_METADATA_BYTES:,}. Keep what is large elsewhere."
+            )
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps

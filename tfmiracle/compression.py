@@ -139,7 +139,7 @@ def compress(
         names = ("coded.miracle", "coded.posterior.npz")
         made = [pathlib.Path(workdir) / name for name in names[: len(outputs)]]
     for output, source in zip(outputs, made, strict=True):
-        if not _is_copied(source, output):
+        if workdir is None or not _is_copied(source, output):
             miracle_file.check_output(output, overwrite)
     if not isinstance(model, keras.Model):
         raise ValueError(
@@ -245,7 +245,7 @@ def compress(
             evaluate("decoded", decoded())
             run.finish({"history": callback.history})
         for output, source in zip(outputs, made, strict=True):
-            if source != output and not _is_copied(source, output):
+            if not _is_copied(source, output):
                 miracle_file.write_atomically(output, source.read_bytes(), overwrite)
     file = MiracleFile.read(path)
     return CompressionResult(
@@ -367,9 +367,8 @@ def _examples(name, data):
 
 
 def _is_copied(source, copy):
-    if source == copy or not (source.is_file() and copy.is_file()):
-        return False
-    return source.read_bytes() == copy.read_bytes()
+    both = source.is_file() and copy.is_file()
+    return both and source.read_bytes() == copy.read_bytes()
 
 
 def checksum(data) -> list[int] | str:

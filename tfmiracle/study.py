@@ -134,6 +134,7 @@ def run_study(
     Raises:
       ValueError: if the working directory belongs to another study.
       OSError: if it cannot be written.
+      RuntimeError: if another process of the `jobs` failed.
     """
     checksums = checksum(_arrays(load_dataset(study.data)))
     for folder in ("records", "runs"):
@@ -152,6 +153,11 @@ def run_study(
     _work(study, say or _to_stderr)
     for worker in workers:
         worker.join()
+    if failed := sum(worker.exitcode != 0 for worker in workers):
+        raise RuntimeError(
+            f"{failed} of {jobs} processes of the study failed; what they printed says "
+            "why. Started again, it goes on."
+        )
     done = sum(_record_path(study, recipe).exists() for recipe in cells)
     return {"total": len(cells), "done": done, "left": len(cells) - done}
 
