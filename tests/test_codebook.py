@@ -58,9 +58,12 @@ def test_no_entry_is_near_a_rounding_boundary():
 
 
 def test_quantiles_of_all_magnitudes():
-    p = np.geomspace(1e-11, 0.5, 5001)
-    expected = [statistics.NormalDist().inv_cdf(x) for x in p]
-    np.testing.assert_allclose(codebook._inverse_cdf(p), expected, rtol=4e-15)
+    p = np.append(np.exp(-np.linspace(0.7, 25, 60)), 0.5)
+    with mpmath.workdps(30):
+        expected = [mpmath.sqrt(2) * mpmath.erfinv(2 * mpmath.mpf(x) - 1) for x in p]
+    np.testing.assert_allclose(
+        codebook._inverse_cdf(p), np.array(expected, np.float64), rtol=2e-15
+    )
 
 
 def direct(domain, stream, index, block_size):

@@ -273,11 +273,12 @@ def test_seeds_and_blocks_matter():
     assert len(indices) == 6
 
 
-def test_nothing_is_compiled_again():
+def test_nothing_is_compiled_again(monkeypatch):
+    monkeypatch.setattr(coder, "_workers", lambda: 1)
     loc, log_scale = posterior(1, 7)
     for seed, block in [(1, 2), (3, 4)]:
         MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
-    direct = coder._direct_pass(BITS, 1)
+    direct = coder._direct_pass(1 << BITS, 1)
     assert direct.experimental_get_tracing_count() == 1
 
 
@@ -290,11 +291,11 @@ def test_memory_does_not_grow_with_the_codebook(make_pass):
     batch, coefficients = 1, [(16,), (16,), ()]
     if make_pass is coder._product_pass:
         batch, coefficients = 64, [(64, 33)]
-    inputs = [tf.zeros(2, tf.uint32), tf.zeros([], tf.uint32), tf.zeros([], tf.uint32)]
+    inputs = [tf.zeros(2, tf.uint32), *[tf.zeros([], tf.uint32)] * 2, tf.constant(0)]
     inputs += [tf.zeros(shape) for shape in coefficients]
 
     def largest(bits):
-        run = make_pass.__wrapped__(bits, 2)
+        run = make_pass.__wrapped__(1 << bits, 2)
         program = run.experimental_get_compiler_ir(*inputs)(stage="hlo")
         assert not re.search(r"\b(infeed|outfeed|send|recv|custom-call)\b", program)
         shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)
@@ -303,6 +304,20 @@ def test_memory_does_not_grow_with_the_codebook(make_pass):
         return max(size for size in sizes if size != results)
 
     assert largest(14) == largest(20) <= 1 << 18
+
+
+@CODEBOOKS
+@pytest.mark.parametrize("blocks", [1, 9])
+def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch):
+    loc, log_scale = posterior(blocks, 7)
+    found = []
+    for cores in (1, 3, 8):
+        monkeypatch.setattr(coder, "_workers", lambda cores=cores: cores)
+        ours = MinimalRandomCoder(16, SEED, codebook_name)
+        found.append(ours.encode(np.arange(blocks), loc, log_scale))
+    for other in found[1:]:
+        for here, there in zip(found[0], other):
+            np.testing.assert_array_equal(here, there)
 
 
 def test_no_blocks():

@@ -160,10 +160,17 @@ def test_a_finished_run_is_not_repeated(tmp_path, every_step, whole, monkeypatch
     for kind in ("miracle", "posterior.npz"):
         data = (tmp_path / f"net.{kind}").read_bytes()
         assert data == (tmp_path / "work" / f"coded.{kind}").read_bytes()
-    # The run's own file may be the one asked for.
+
+
+def test_the_runs_own_file_may_be_the_one_asked_for(tmp_path, every_step):
     inside = tmp_path / "work" / "coded.miracle"
+    with pytest.raises(Killed):
+        compress(tmp_path, path=inside, kill=5)
     for _ in range(2):
-        assert compress(tmp_path, path=inside, keep_posterior=True).path == str(inside)
+        assert compress(tmp_path, path=inside).path == str(inside)
+    (tmp_path / "work" / "result.json").unlink()
+    with pytest.raises(FileExistsError):
+        compress(tmp_path, path=inside)
 
 
 def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):

@@ -272,13 +272,20 @@ def test_the_papers_grid():
     assert made.rules == {"conv2/kernel": "hash=2", "dense1/kernel": "hash=64"}
 
 
-def test_a_process_that_fails_is_not_passed_over(small, monkeypatch):
-    worker = types.SimpleNamespace(start=print, join=print, exitcode=1)
+@pytest.mark.parametrize("exitcode", [0, 1])
+def test_a_process_that_fails_is_not_passed_over(exitcode, small, monkeypatch):
+    def nothing(*_):
+        pass
+
+    worker = types.SimpleNamespace(start=nothing, join=nothing, exitcode=exitcode)
     context = types.SimpleNamespace(Process=lambda **_: worker)
     monkeypatch.setattr(study.multiprocessing, "get_context", lambda _: context)
-    monkeypatch.setattr(study, "_work", print)
-    with pytest.raises(RuntimeError, match="1 of 2 processes of the study failed"):
-        run_study(small, jobs=2, say=print)
+    monkeypatch.setattr(study, "_work", nothing)
+    if not exitcode:
+        assert run_study(small, jobs=2)["total"] == 4
+        return
+    with pytest.raises(OSError, match="1 of 2 processes of the study failed"):
+        run_study(small, jobs=2)
 
 
 @pytest.mark.slow

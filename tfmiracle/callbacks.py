@@ -49,7 +49,8 @@ class CompressionCallback(keras.callbacks.Callback):
         BatchNormalization are taken anew when all is coded; see `recalibrate`.
       posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
         coded, which diagnostics and pruning need; by default nowhere.
-      metadata: further entries for the file's metadata; anything JSON can say.
+      metadata: further entries for the file's metadata; anything JSON can say, up to
+        1 MiB.
       verbose: 0 for silence, 1 for a progress bar over blocks where `fit` itself shows
         none (`verbose=0`).
 
@@ -96,8 +97,8 @@ class CompressionCallback(keras.callbacks.Callback):
         size = len(json.dumps(metadata, allow_nan=False))
         if size > _MAX_METADATA_BYTES:
             raise ValueError(
-                f"`metadata` takes {size:,} bytes as JSON; a file has room for "
-                f"{_MAX_METADATA_BYTES:,}. Keep what is large elsewhere."
+                f"`metadata` takes {size:,} bytes as JSON; at most "
+                f"{_MAX_METADATA_BYTES:,} are allowed. Keep what is large elsewhere."
             )
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round

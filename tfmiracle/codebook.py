@@ -71,13 +71,13 @@ _TAIL = (
 
 
 def _inverse_cdf(p: np.ndarray) -> np.ndarray:
-    """Returns the quantiles of N(0, 1) at p, accurate to about 1e-16 relatively.
+    """Returns the quantiles of N(0, 1) at p, to some 1e-16 of their size.
 
     Source: M. J. Wichura, "Algorithm AS 241: The percentage points of the normal
-    distribution", Applied Statistics 37 (1988), without its part for p < 1e-11.
+    distribution", Applied Statistics 37 (1988), without its part for p < exp(-25).
 
     Args:
-      p: float64, from 1e-11 to 1/2.
+      p: float64, from exp(-25) to 1/2.
 
     Returns:
       float64, the shape of `p`.
@@ -89,8 +89,9 @@ def _inverse_cdf(p: np.ndarray) -> np.ndarray:
 
 
 def _ratio(coefficients, x):
+    """Returns the quotient of two polynomials, by Horner's rule."""
     above, below = (
-        functools.reduce(lambda sum, c: sum * x + c, reversed(row))
+        functools.reduce(lambda value, c: value * x + c, reversed(row))
         for row in coefficients
     )
     return above / below

@@ -135,8 +135,10 @@ class MinimalRandomCoder:
             np.empty(len(blocks), np.float32),
         )
 
-        def encode_batch(rows: np.ndarray) -> None:
-            means, maxima = self._leaves(blocks[rows], loc[rows], log_scale[rows])
+        def encode_batch(rows: np.ndarray, parts: int, map: Callable) -> None:
+            means, maxima = self._leaves(
+                blocks[rows], loc[rows], log_scale[rows], parts, map
+            )
             for n, row in enumerate(rows):
                 chosen = self._choose(
                     blocks[row], loc[row], log_scale[row], means[n], maxima[n]
@@ -144,9 +146,16 @@ class MinimalRandomCoder:
                 for array, value in zip(result, chosen, strict=True):
                     array[row] = value
 
-        # XLA runs the loops of a pass on one core.
-        with concurrent.futures.ThreadPoolExecutor(_workers()) as pool:
-            list(pool.map(encode_batch, batches))
+        # XLA runs the loops of a pass on one core. Several batches run side by side;
+        # if there are too few of them, each scans parts of the codebook side by side.
+        workers = _workers()
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            if len(batches) < workers:
+                parts = 1 << min(workers.bit_length() - 1, max(0, self.block_bits - 14))
+                for rows in batches:
+                    encode_batch(rows, parts, pool.map)
+            else:
+                list(pool.map(lambda rows: encode_batch(rows, 1, map), batches))
         return result
 
     def decode(
@@ -180,9 +189,17 @@ class MinimalRandomCoder:
         return batches + list(np.flatnonzero(alone)[:, np.newaxis])
 
     def _leaves(
-        self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+        self,
+        blocks: np.ndarray,
+        loc: np.ndarray,
+        log_scale: np.ndarray,
+        parts: int = 1,
+        map: Callable = map,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns log mean and log maximum of the weights, `[B, leaves]` each."""
+        """Returns log mean and log maximum of the weights, `[B, leaves]` each.
+
+        The codebook is scanned in `parts`, a power of two, by `map`.
+        """
         domain, streams = self._address(blocks)
         # Whole calls of Philox, and for products whole batches.
         count = 1 if len(blocks) == 1 else _PRODUCT_BLOCKS
@@ -201,13 +218,18 @@ class MinimalRandomCoder:
             inputs = (
                 np.hstack([0.5 * (1 - precision), loc * precision, constant[:, None]]),
             )
-        means, maxima = make(self.block_bits, loc.shape[1] // PER_CALL)(
-            tf.constant(philox.split_seed(self.seed), tf.uint32),
-            tf.constant(streams[0], tf.uint32),
-            tf.constant(domain, tf.uint32),
-            *(tf.constant(x, tf.float32) for x in inputs),
-        )
-        return means.numpy(), maxima.numpy()
+        size = (1 << self.block_bits) // parts
+        scan = make(size, loc.shape[1] // PER_CALL)
+        key = tf.constant(philox.split_seed(self.seed), tf.uint32)
+        stream, domain = (tf.constant(x, tf.uint32) for x in (streams[0], domain))
+        inputs = [tf.constant(x, tf.float32) for x in inputs]
+
+        def scan_part(first):
+            return [x.numpy() for x in scan(key, stream, domain, first, *inputs)]
+
+        firsts = [tf.constant(size * part) for part in range(parts)]
+        means, maxima = zip(*map(scan_part, firsts))
+        return np.concatenate(means, axis=1), np.concatenate(maxima, axis=1)
 
     def _choose(
         self,
@@ -314,19 +336,20 @@ def _workers() -> int:
 
 
 @functools.cache
-def _direct_pass(block_bits: int, calls: int) -> Callable:
-    """Returns the pass for one block, whatever its mean and scale.
+def _direct_pass(size: int, calls: int) -> Callable:
+    """Returns the pass over `size` candidates for one block, whatever its Q.
 
-    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, then
-    float32: loc `[8 * calls]`, 1 / scale `[8 * calls]` and the sum of log_scale `[]`.
+    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, the first
+    candidate, int32 `[]`, then float32: loc `[8 * calls]`, 1 / scale `[8 * calls]` and
+    the sum of log_scale `[]`.
     It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
     """
     # Steps that stay in the cache of a core, or keep a GPU busy.
     chunk, step = (1 << 20, 1 << 18) if _on_gpu() else (1 << 14, 1 << 11)
-    chunk, step = min(chunk, 1 << block_bits), min(step, 1 << block_bits)
+    chunk, step = min(chunk, size), min(step, size)
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, stream, domain, loc, inverse_scale, log_volume):
+    def run(key, stream, domain, first, loc, inverse_scale, log_volume):
         loc = tf.reshape(loc, [calls, PER_CALL])
         inverse_scale = tf.reshape(inverse_scale, [calls, PER_CALL])
 
@@ -349,23 +372,23 @@ def _direct_pass(block_bits: int, calls: int) -> Callable:
             x = tf.map_fn(log_weights, steps, fn_output_signature=tf.float32)
             return _reduce_leaves(tf.reshape(x, [1, chunk]))
 
-        return _for_each_chunk(reduce_chunk, block_bits, chunk)
+        return _for_each_chunk(reduce_chunk, first, size, chunk)
 
     return run
 
 
 @functools.cache
-def _product_pass(block_bits: int, calls: int) -> Callable:
-    """Returns the pass for a batch of B = 64 blocks that share a codebook.
+def _product_pass(size: int, calls: int) -> Callable:
+    """Returns the pass over `size` candidates for B = 64 blocks that share them.
 
-    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, and the
+    Its arguments are those of `_direct_pass` up to the first candidate, then the
     coefficients of z**2, z and 1 in the log weights, float32 `[B, 16 * calls + 1]`. It
     returns log mean and log maximum of the weights in each leaf, `[B, leaves]`.
     """
-    chunk = min(1 << 12, 1 << block_bits)
+    chunk = min(1 << 12, size)
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, stream, domain, coefficients):
+    def run(key, stream, domain, first, coefficients):
         def reduce_chunk(first):
             z = tf.map_fn(
                 _table_normals,
@@ -376,15 +399,15 @@ def _product_pass(block_bits: int, calls: int) -> Callable:
             powers = tf.concat([z * z, z, tf.ones([1, chunk])], axis=0)
             return _reduce_leaves(tf.matmul(coefficients, powers))
 
-        return _for_each_chunk(reduce_chunk, block_bits, chunk)
+        return _for_each_chunk(reduce_chunk, first, size, chunk)
 
     return run
 
 
-def _for_each_chunk(reduce_chunk, block_bits, chunk):
+def _for_each_chunk(reduce_chunk, first, size, chunk):
     results = tf.map_fn(
         reduce_chunk,
-        tf.range(0, 1 << block_bits, chunk),
+        first + tf.range(0, size, chunk),
         fn_output_signature=(tf.float32, tf.float32),
     )
     # [chunks, B, leaves of a chunk] to [B, leaves]

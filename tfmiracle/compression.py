@@ -134,12 +134,16 @@ def compress(
     outputs = [pathlib.Path(path)]
     if keep_posterior:
         outputs.append(outputs[0].with_suffix(".posterior.npz"))
-    made = outputs
+    made, begun = outputs, False
     if workdir is not None:
+        folder = pathlib.Path(workdir)
         names = ("coded.miracle", "coded.posterior.npz")
-        made = [pathlib.Path(workdir) / name for name in names[: len(outputs)]]
+        made = [folder / name for name in names[: len(outputs)]]
+        begun = any((folder / name).exists() for name in ("state.npz", "result.json"))
     for output, source in zip(outputs, made, strict=True):
-        if workdir is None or not _is_copied(source, output):
+        # What a run has made before it may make again, also in its own folder.
+        to_come = made is not outputs and source == output and not output.exists()
+        if not (to_come or (begun and _is_copied(source, output))):
             miracle_file.check_output(output, overwrite)
     if not isinstance(model, keras.Model):
         raise ValueError(

@@ -108,7 +108,11 @@ class MiracleFile:
         return 4 * self.num_weights
 
     def to_bytes(self) -> bytes:
-        """Serializes the file."""
+        """Serializes the file.
+
+        Raises:
+          ValueError: if architecture, names and metadata take more than readers accept.
+        """
         description = json.dumps(
             {
                 "model": self.architecture,
@@ -118,6 +122,12 @@ class MiracleFile:
             separators=(",", ":"),
             allow_nan=False,
         ).encode()
+        if len(description) > _MAX_DESCRIPTION_BYTES:
+            raise ValueError(
+                f"The description (architecture, names and metadata) takes "
+                f"{len(description):,} bytes as JSON; a file has room for "
+                f"{_MAX_DESCRIPTION_BYTES:,}."
+            )
         deflate = zlib.compressobj(9, wbits=-15, zdict=_description_dictionary())
         stored = b"".join(_little_endian(value).tobytes() for value in self.stored)
         return b"".join(

@@ -133,8 +133,7 @@ def run_study(
 
     Raises:
       ValueError: if the working directory belongs to another study.
-      OSError: if it cannot be written.
-      RuntimeError: if another process of the `jobs` failed.
+      OSError: if it cannot be written, or another process of the `jobs` failed.
     """
     checksums = checksum(_arrays(load_dataset(study.data)))
     for folder in ("records", "runs"):
@@ -154,7 +153,7 @@ def run_study(
     for worker in workers:
         worker.join()
     if failed := sum(worker.exitcode != 0 for worker in workers):
-        raise RuntimeError(
+        raise ChildProcessError(
             f"{failed} of {jobs} processes of the study failed; what they printed says "
             "why. Started again, it goes on."
         )
@@ -271,7 +270,11 @@ def _record(study, recipe, result: CompressionResult, data):
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
-        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set"),
+        },
         "seconds": round(result.seconds, 1),
         "sizes": {
             "file_bytes": result.file_bytes,
