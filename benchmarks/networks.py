@@ -1,7 +1,7 @@
 """Compresses a ResNet-20 and a vision transformer, beside what else makes them small.
 
     python benchmarks/networks.py --data=MNIST.npz --output=FOLDER
-        [--networks=resnet20,transformer] [--seeds=0,1,2]
+        [--networks=resnet20,transformer] [--seeds=0]
 
 Writes one JSON file per network and seed, and a table of them all. Started again, it
 goes on after the last step done. A step has a process of its own, for its peak memory.
@@ -30,14 +30,17 @@ from tables import markdown, mean
 from timing import machine, peak_mb
 
 import tfmiracle
+from tfmiracle.miracle_file import MiracleFile, write_atomically
+from tfmiracle.network import plain_architecture
 from tfmiracle.recalibration import recalibrate
 
 VALIDATION = 5000  # images of the training set, by which settings are chosen
 BATCH_SIZE = 64
 KEPT = (1.0, 0.6, 0.4, 0.3, 0.2)  # shares of the weights, without retraining
-KEPT_FINETUNED = (0.4, 0.2, 0.1, 0.05, 0.025, 0.0125)  # one after the other
-FINETUNE_STEPS = 430  # after each of them
-CLUSTERS = (4, 8, 16)
+# One after the other, each trained on; at the end that is more than we train.
+KEPT_FINETUNED = (0.5, 0.3, 0.2, 0.1, 0.05, 0.035, 0.025)
+FINETUNE_STEPS = 1000
+CLUSTERS = (4, 8, 16, 32)
 
 
 def resnet20():
@@ -224,6 +227,11 @@ def compress(job):
     }
 
 
+def architecture_bytes(model):
+    """What our file would spend on the architecture alone."""
+    return len(MiracleFile([], [], [], [], plain_architecture(model)).to_bytes())
+
+
 def one_shot(job):
     """All blocks coded at once, from the same posterior, without fine-tuning."""
     model = keras.models.load_model(job.path("posterior.keras"), compile=False)
@@ -239,10 +247,10 @@ def one_shot(job):
     callbacks.on_train_begin()
     callbacks.on_train_end()
     minutes = since(start)
-    seconds = 60e6 * minutes["minutes"] / model.net.count_params()
+    weights = model.block_posterior.layout.num_effective
     return {
         "bytes": coding.file_bytes,
-        "note": f"{seconds:.0f} s per million weights",
+        "note": f"{weights:,} effective weights",
         **minutes,
         **job.errors(tfmiracle.load(job.path("one_shot.miracle"))),
     }
@@ -253,27 +261,54 @@ def float16(job):
     weights = [w.astype(np.float16) for w in model.get_weights()]
     np.savez_compressed(file, *weights)
     model.set_weights(weights)
-    return {"bytes": len(file.getvalue()), **job.errors(model)}
+    size = len(file.getvalue()) + architecture_bytes(model)
+    return {"bytes": size, **job.errors(model)}
 
 
-def int8(job):
+def keras_int8(job):
     model, path = job.trained(compile=False), job.path("int8.keras")
     model.quantize("int8")
     model.save(path)
-    entries = {v.path: (int(np.prod(v.shape)), v.dtype) for v in model.weights}
-    left = sum(n for n, dtype in entries.values() if dtype == "float32")
-    share = left / sum(n for n, _ in entries.values())
-    note = f"{share:.1%} of the entries stay float32"
+    sizes = [(int(np.prod(v.shape)), v.dtype) for v in model.weights]
+    left = sum(size for size, dtype in sizes if dtype == "float32")
+    note = f"{left / sum(size for size, _ in sizes):.1%} of the entries stay float32"
     size = len(zlib.compress(path.read_bytes(), 9))
     return {"bytes": size, "note": note, **job.errors(model)}
 
 
+def int8(job):
+    """Kernels rounded to 255 levels, with a scale for each output channel."""
+    model, parts, weights = job.trained(), [], []
+    for variable, is_kernel in zip(model.weights, kernels(model)):
+        value = variable.numpy()
+        if is_kernel:
+            axes = tuple(range(value.ndim - 1))
+            scale = np.abs(value).max(axes, keepdims=True).astype(np.float16) / 127
+            rounded = np.rint(value / np.maximum(scale, 1e-8)).astype(np.int8)
+            parts += [rounded, scale.astype(np.float16)]
+            weights.append(rounded * scale.astype(np.float32))
+        else:
+            parts.append(value.astype(np.float16))
+            weights.append(parts[-1])
+    model.set_weights(weights)
+    data = zlib.compress(b"".join(part.tobytes() for part in parts), 9)
+    return {"bytes": len(data) + architecture_bytes(model), **job.errors(model)}
+
+
+def kernels(model):
+    """Which variables are kernels; all others stay float16 in what we compare with."""
+    return [variable.path.endswith("kernel") for variable in model.weights]
+
+
 def magnitude_masks(model, kept):
-    """Of each variable, which entries are among the largest; None: it stays whole."""
-    kernels = [np.abs(v.numpy()) if v.ndim > 1 else None for v in model.weights]
-    every = np.concatenate([k.ravel() for k in kernels if k is not None])
+    """Of each kernel, which entries are among the largest; None for the rest."""
+    values = [
+        np.abs(variable.numpy()) if is_kernel else None
+        for variable, is_kernel in zip(model.weights, kernels(model))
+    ]
+    every = np.concatenate([v.ravel() for v in values if v is not None])
     least = np.quantile(every, 1 - kept)
-    return [None if k is None else k >= least for k in kernels]
+    return [None if v is None else v >= least for v in values]
 
 
 def entropy_bits(labels):
@@ -283,34 +318,38 @@ def entropy_bits(labels):
 
 
 def clustered(weights, masks, clusters):
-    """Weights with k means for each kernel, and a lower bound on the bytes they take.
+    """Weights with k means for each kernel, and the bits of an ideal entropy coder.
 
     Of a kernel it counts the entropies of its mask and of the numbers of its clusters,
-    and a float16 for each mean; of anything else a float16 for each entry.
+    as if its entries were independent, and a float16 for each mean; of anything else a
+    float16 for each entry.
     """
-    values, bits = [w.astype(np.float16).astype(np.float32) for w in weights], 0.0
+    values = [w.astype(np.float16).astype(np.float32) for w in weights]
+    bits = []
     for value, mask in zip(values, masks):
         if mask is None:
-            bits += 16 * value.size
+            bits.append(16 * value.size)
             continue
         value[~mask] = 0
-        bits += entropy_bits(mask)
+        bits.append(entropy_bits(mask))
         points = value[mask][:, None]
         if k := min(clusters, len(np.unique(points))):
-            means = KMeans(k, n_init=1, random_state=0).fit(points)
+            means = KMeans(k, n_init=1, max_iter=30, random_state=0).fit(points)
             value[mask] = means.cluster_centers_.astype(np.float16)[means.labels_, 0]
-            bits += 16 * k + entropy_bits(means.labels_)
-    return values, int(np.ceil(bits / 8))
+            bits[-1] += 16 * k + entropy_bits(means.labels_)
+    return values, bits
 
 
 def try_clusters(job, model, kept, masks):
     weights, rows = model.get_weights(), []
-    architecture = len(zlib.compress(model.to_json().encode(), 9))
     for clusters in CLUSTERS:
-        values, size = clustered(weights, masks, clusters)
+        values, bits = clustered(weights, masks, clusters)
         model.set_weights(values)
         recalibrate(model, job.calibration())
-        row = {"kept": kept, "clusters": clusters, "bytes": size + architecture}
+        # Statistics of normalizations can be merged into their scales and shifts.
+        stored = [b for b, v in zip(bits, model.weights) if "moving" not in v.path]
+        size = int(np.ceil(sum(stored) / 8)) + architecture_bytes(model)
+        row = {"kept": kept, "clusters": clusters, "bytes": size}
         rows.append({**row, **job.errors(model)})
     model.set_weights(weights)
     return rows
@@ -338,7 +377,10 @@ def pruned_finetuned(job):
     return {"tried": tried}
 
 
-STEPS = (train, compress, one_shot, float16, int8, pruned, pruned_finetuned)
+STEPS = (
+    *(train, compress, one_shot),
+    *(float16, keras_int8, int8, pruned, pruned_finetuned),
+)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -353,13 +395,26 @@ def measured(step, job):
 def run(job):
     """All steps that are not in the job's file yet."""
     file = job.output / f"{job.network}-{job.seed}.json"
-    record = json.loads(file.read_text()) if file.exists() else {}
+    made_with = {"machine": machine(), "settings": settings(job.network)}
+    record = json.loads(file.read_text()) if file.exists() else made_with
+    if {key: record[key] for key in made_with} != made_with:
+        raise SystemExit(f"{file} is of other settings, or of another machine.")
     for step in (s for s in STEPS if s.__name__ not in record):
         print(f"{job.network}, seed {job.seed}: {step.__name__}", flush=True)
         with concurrent.futures.ProcessPoolExecutor(1, SPAWN) as pool:
             record[step.__name__] = pool.submit(measured, step, job).result()
-        file.write_text(json.dumps({**record, "machine": machine()}, indent=1))
-    return json.loads(file.read_text())
+        text = json.dumps(record, indent=1) + "\n"
+        write_atomically(file, text.encode(), overwrite=True)
+    return record
+
+
+def settings(network):
+    """All that the result depends on, but for seed and data, as JSON has it."""
+    own = {"epochs": EPOCHS, "compress": COMPRESS, "recipe": RECIPES}
+    shared = {"kept": KEPT, "kept_finetuned": KEPT_FINETUNED, "clusters": CLUSTERS}
+    shared |= {"finetune_steps": FINETUNE_STEPS, "batch_size": BATCH_SIZE}
+    found = {name: values[network] for name, values in own.items()} | shared
+    return json.loads(json.dumps(found))
 
 
 def closest(record, step):
@@ -378,7 +433,8 @@ ROWS = {
     "**tfmiracle**": lambda r: r["compress"],
     "tfmiracle, one shot": lambda r: r["one_shot"],
     "float16 `.npz`, deflated": lambda r: r["float16"],
-    "Keras int8 `.keras`, deflated": lambda r: r["int8"],
+    "Keras' int8 `.keras`, deflated": lambda r: r["keras_int8"],
+    "int8 by channel, deflated": lambda r: r["int8"],
     "pruned, k-means, entropy": lambda r: closest(r, "pruned"),
     "the same, fine-tuned": lambda r: closest(r, "pruned_finetuned"),
 }
@@ -392,13 +448,17 @@ COLUMNS = {  # with the number of digits
     "peak_mb": ("peak MiB", 0),
 }
 NOTES = f"""
+Bytes are those of whole files for tfmiracle and Keras. For the others they are the
+weights and what our file spends on the architecture: kernels as described, all else
+float16. Pruning is by magnitude over all kernels, with k means for each kernel; its
+bytes are those of an ideal entropy coder, without its tables, and without the
+statistics of normalizations, which can be merged into their scales. It is shown at the
+fewest bytes that reach our error on the validation images. Shares of the weights tried:
+{KEPT}; fine-tuned, with {FINETUNE_STEPS} steps after each: {KEPT_FINETUNED}; clusters:
+{CLUSTERS}. The means are not trained.
+
 Minutes are those of the row's own step: training, variational training (with the
-deterministic one before it), coding with fine-tuning, coding. Pruning is at the fewest
-bytes among settings with our error or less on the validation images; its bytes are
-entropies, which no code stays under, and the deflated architecture. Shares of the
-weights tried: {KEPT}; fine-tuned, with {FINETUNE_STEPS} steps after each:
-{KEPT_FINETUNED}. A result at the end of its list might be smaller, or reach our error,
-beyond it.
+deterministic one before it), coding with fine-tuning and two evaluations, coding alone.
 """
 
 

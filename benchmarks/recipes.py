@@ -18,6 +18,8 @@ import sys
 
 from tables import markdown, mean
 
+from tfmiracle.miracle_file import write_atomically
+
 BASE = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
 
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
@@ -61,35 +63,43 @@ def flags_of(variant: dict) -> list[str]:
     ]
 
 
-def run(name: str, seed: int, arguments) -> dict:
-    """The record of a run, made now unless it is there."""
+def run(name: str, seed: int, arguments) -> dict | None:
+    """The record of a run, made now unless it is there; None if the run fails."""
     stem = f"{'-'.join(name.replace(',', '').split())}-{seed}"
-    record = arguments.output / f"{stem}.json"
-    if not record.exists():
-        options = [] if arguments.test else [f"--validation_fraction={1 / 6}"]
-        print(f"{name}, seed {seed}", flush=True)
-        command = [sys.executable, "-m", "tfmiracle.cli", "compress"]
-        command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
-        command += [*flags_of(VARIANTS[name]), *options, "--json", "--overwrite"]
-        command += [f"--workdir={arguments.output / 'runs' / stem}"]
-        command += [f"--output={arguments.output / 'runs' / stem}.miracle"]
-        log = arguments.output / "runs" / f"{stem}.log"
-        with log.open("a") as file:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file)
-        if done.returncode:
-            sys.exit(f"{' '.join(map(str, command))} failed, see {log}")
-        found = json.loads(done.stdout)
-        keys = ("errors", "evaluated_on", "seconds", "file_bytes", "payload_bytes")
-        cores = len(os.sched_getaffinity(0))
-        kept = {key: found[key] for key in keys} | {"cores": cores}
-        record.write_text(json.dumps(kept, indent=1) + "\n")
-    return json.loads(record.read_text())
+    path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
+    options = [] if arguments.test else [f"--validation_fraction={1 / 6}"]
+    made_with = BASE.read_text().split("\n") + flags_of(VARIANTS[name]) + options
+    if path.exists():
+        record = json.loads(path.read_text())
+        if record["made_with"] != made_with:
+            sys.exit(f"{path} was made with other settings: choose another --output.")
+        return record
+    print(f"{name}, seed {seed}", flush=True)
+    command = [sys.executable, "-m", "tfmiracle.cli", "compress"]
+    command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
+    command += [*flags_of(VARIANTS[name]), *options, "--json", "--overwrite"]
+    command += [f"--workdir={runs / stem}", f"--output={runs / stem}.miracle"]
+    with (runs / f"{stem}.log").open("a") as log:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log)
+    if done.returncode:
+        print(f"failed, see {runs / stem}.log", flush=True)
+        return None
+    found = json.loads(done.stdout)
+    keys = ("errors", "evaluated_on", "seconds", "file_bytes", "payload_bytes")
+    record = {key: found[key] for key in keys}
+    record |= {"cores": len(os.sched_getaffinity(0)), "made_with": made_with}
+    text = json.dumps(record, indent=1) + "\n"
+    write_atomically(path, text.encode(), overwrite=False)
+    return record
 
 
 def table(records: dict[str, list[dict]]) -> str:
     titles = ["", "seeds", *(f"{stage}, %" for stage in STAGES), "minutes", "bytes"]
     rows = []
     for name, runs in records.items():
+        if not runs:
+            rows.append([name, 0, "failed"])
+            continue
         errors = [
             mean([100 * r["errors"][stage] for r in runs], 2)
             if all(stage in r["errors"] for r in runs)
@@ -114,7 +124,8 @@ def main():
     for seed in map(int, arguments.seeds.split(",")):
         for name in VARIANTS:
             if arguments.only in name:
-                records.setdefault(name, []).append(run(name, seed, arguments))
+                record = run(name, seed, arguments)
+                records.setdefault(name, []).extend([record] if record else [])
                 (arguments.output / "table.md").write_text(table(records))
     print(table(records))
 

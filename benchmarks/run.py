@@ -27,10 +27,9 @@ ROWS = kernels.ROWS | training.ROWS | decoding.ROWS
 SPAWN = multiprocessing.get_context("spawn")
 
 EXPLANATION = """
-Times are the shortest of several, in ms unless said. "Times faster" is the time of
-the peer divided by ours, "of the limit" the time that the machine needs at least for
-that part of the work, divided by ours. A target is a ratio that this project set out to
-reach.
+Times are the shortest of several, in ms unless said. "Peer / ours" is how many times
+less we take, "of the limit" the time that the machine needs at least for that part of
+the work, divided by ours. A target is such a ratio that this project set out to reach.
 """
 
 
@@ -47,7 +46,7 @@ def cells(name: str, row: dict) -> list[str]:
     """A row of the table."""
     ours = row["ours"]
     of = row.get("peers", {}) | row.get("limits", {})
-    ratio = {name: value / ours if ours else float("inf") for name, value in of.items()}
+    ratio = {peer: value / ours if ours else float("inf") for peer, value in of.items()}
     return [
         name,
         f"{number(ours)} {row.get('unit', '')}".strip(),
@@ -65,7 +64,7 @@ def number(value: float) -> str:
 
 
 def table(figures: dict, machine: dict) -> str:
-    titles = ["", "ours", "times faster than", "of the limit", "target, reached?"]
+    titles = ["", "ours", "peer / ours", "of the limit", "target, reached?"]
     text = "    python benchmarks/run.py --output=FOLDER\n\n"
     text += ", ".join(f"{key} {value}" for key, value in machine.items()) + ".\n"
     rows = [cells(name, row) for name, row in figures.items()]
@@ -78,15 +77,14 @@ def main():
     parser.add_argument("--only", default="", help="rows whose name contains this")
     flags = parser.parse_args()
     flags.output.mkdir(parents=True, exist_ok=True)
-    figures = {}
+    figures, machine = {}, in_a_process_of_its_own(timing.machine)
     for name in ROWS:
         if flags.only in name:
             figures[name] = in_a_process_of_its_own(measure, name)
             print(*cells(name, figures[name]), sep=" | ", flush=True)
-    machine = in_a_process_of_its_own(timing.machine)
-    record = {"machine": machine, "figures": figures}
-    (flags.output / "benchmarks.json").write_text(json.dumps(record, indent=1) + "\n")
-    (flags.output / "benchmarks.md").write_text(table(figures, machine))
+            record = json.dumps({"machine": machine, "figures": figures}, indent=1)
+            (flags.output / "benchmarks.json").write_text(record + "\n")
+            (flags.output / "benchmarks.md").write_text(table(figures, machine))
 
 
 if __name__ == "__main__":
