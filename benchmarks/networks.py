@@ -285,7 +285,7 @@ def int8(job):
             axes = tuple(range(value.ndim - 1))
             scale = np.abs(value).max(axes, keepdims=True).astype(np.float16) / 127
             rounded = np.rint(value / np.maximum(scale, 1e-8)).astype(np.int8)
-            parts += [rounded, scale.astype(np.float16)]
+            parts += [rounded, scale]
             weights.append(rounded * scale.astype(np.float32))
         else:
             parts.append(value.astype(np.float16))

@@ -67,8 +67,9 @@ def run(name: str, seed: int, arguments) -> dict | None:
     """The record of a run, made now unless it is there; None if the run fails."""
     stem = f"{'-'.join(name.replace(',', '').split())}-{seed}"
     path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
-    options = [] if arguments.test else [f"--validation_fraction={1 / 6}"]
-    made_with = BASE.read_text().split("\n") + flags_of(VARIANTS[name]) + options
+    settings = flags_of(VARIANTS[name])
+    settings += [] if arguments.test else [f"--validation_fraction={1 / 6}"]
+    made_with = BASE.read_text().split("\n") + settings
     if path.exists():
         record = json.loads(path.read_text())
         if record["made_with"] != made_with:
@@ -77,7 +78,7 @@ def run(name: str, seed: int, arguments) -> dict | None:
     print(f"{name}, seed {seed}", flush=True)
     command = [sys.executable, "-m", "tfmiracle.cli", "compress"]
     command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
-    command += [*flags_of(VARIANTS[name]), *options, "--json", "--overwrite"]
+    command += [*settings, "--json", "--overwrite"]
     command += [f"--workdir={runs / stem}", f"--output={runs / stem}.miracle"]
     with (runs / f"{stem}.log").open("a") as log:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log)
