@@ -41,7 +41,8 @@ def record(parameterization="mean_kl", block_size=20, seed=0, **changes):
         "machine": {"processor": "a processor", "cores": 2},
         "seconds": 1800.0,
         "sizes": {
-            "payload_ratio": {20: 555.26, 30: 833.4, 40: 1111.1}.get(block_size, 5)
+            "payload_ratio": {20: 555.26, 30: 833.4, 40: 1111.1}.get(block_size, 5),
+            "blocks": 1242,
         },
         "sha256": "00",
         "errors": {"posterior_mean": 0.01, "posterior_sample": 0.02, "decoded": 0.009},
@@ -50,7 +51,7 @@ def record(parameterization="mean_kl", block_size=20, seed=0, **changes):
             "total": 174_200,
         },
         "curve": curve([2, 1, 0.5, 0.2, 0.1, 0.1]),
-        "coding": {"step": [], "blocks": [], "kl_bits": []},
+        "coding": {"max_kl_bits": [20.1, 20.0], "over_budget": [0, 0]},
     }
     return {**made, **changes}
 
@@ -91,7 +92,7 @@ def sparse():
             3,
             curve=curve([0.0, 1.0], [None, None]),
             histograms={"w": {"loc": flat, "log_scale": flat}},
-            pruning={"kl": {"fractions": [0.5], "accuracy": [0.3]}},
+            pruning={"kl": {"fractions": [0.5], "accuracy": [0.2]}},
         ),
         record("mean_kl", 50, curve=curve([1.0], [20]), histograms={}, pruning={}),
     )

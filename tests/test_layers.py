@@ -200,6 +200,22 @@ def test_every_layer_trains_and_survives_saving(tmp_path, eager):
 # Training as usual.
 
 
+@pytest.mark.parametrize("kind", ["MeanKL", "MeanVar"])
+def test_a_model_of_layers_is_exported(tmp_path, kind):
+    model = keras.Sequential(
+        [
+            layers.Input((5, 5, 1)),
+            getattr(tfmiracle, f"{kind}Conv2D")(2, 3, activation="relu", seed=1),
+            layers.Flatten(),
+            getattr(tfmiracle, f"{kind}Dense")(3, seed=2),
+        ]
+    )
+    model.export(tmp_path / "saved_model", verbose=False)
+    served = tf.saved_model.load(tmp_path / "saved_model")
+    x = batch((5, 5, 1))
+    np.testing.assert_allclose(served.serve(x), model(x), rtol=1e-6, atol=1e-7)
+
+
 def image_net(**options):
     return keras.Sequential(
         [

@@ -74,6 +74,7 @@ BAD = [
     ("curve.cross_entropy", [1, None], "curve.cross_entropy must be a list of numbers"),
     ("curve.kl_bits", [1, None], "curve must be an object with lists of one length"),
     ("curve.phase", [1, 1], "curve.phase must be a list of texts"),
+    ("coding.over_budget", [None], "coding.over_budget must be a list of numbers"),
     ("histograms", 5, "histograms must be an object"),
     ("histograms.a/kernel", {}, "histograms.a/kernel lacks 'loc'"),
     (
@@ -135,7 +136,10 @@ def test_bad_records(tmp_path, key, value, match):
 
 @pytest.mark.parametrize(
     "key",
-    ["scale", "model", "settings", "versions", "seconds", "errors", "steps", "curve"],
+    [
+        *("scale", "model", "settings", "versions", "seconds", "errors", "steps"),
+        *("curve", "coding"),
+    ],
 )
 def test_every_key_is_needed(tmp_path, key):
     made = record()

@@ -9,12 +9,13 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+import scipy.stats
 from study_records import FALLING, curve, loaded, record, saved, sparse, with_all
 from support import run_python
 
 from tfmiracle import report
 from tfmiracle.figures import FIGURES
-from tfmiracle.records import read_records
+from tfmiracle.records import iterations_to_same_loss, read_records
 from tfmiracle.report import (
     convergence_table,
     pruning_statements,
@@ -84,8 +85,10 @@ def test_table1_is_exact(tmp_path):
         "paper_error_percent": 0.77,
         "paper_standard_error_percent": 0.05,
         "difference_percent": 0.13,
-        "difference_in_errors": pytest.approx(0.13 / np.hypot(0.1, 0.05), abs=1e-6),
-        "outside_paper_spread": False,
+        "p_value": find(cells, 20, "mean_kl")["p_value"],  # see below
+        "blocks": 2484,
+        "blocks_over_budget": 0,
+        "max_kl_bits": 20.1,
         "train_steps": 50_000,
         "total_steps": 174_200,
         "scale": 0.5,
@@ -96,7 +99,7 @@ def test_table1_is_exact(tmp_path):
     one_seed = find(cells, 30, "mean_var")
     assert one_seed["decoded_error_percent"] == 1.23
     assert one_seed["decoded_standard_error_percent"] is None
-    assert one_seed["outside_paper_spread"] is None
+    assert one_seed["p_value"] < 0.1
     missing = find(cells, 40, "mean_kl")
     assert missing["n"] == 0 and missing["paper_error_percent"] == 0.96
     for key in ("payload_ratio", "decoded_error_percent", "train_steps", "total_steps"):
@@ -116,33 +119,59 @@ def test_table1_is_exact(tmp_path):
     assert "Scale of the study: 0.5" in notes
     assert "n/a: one seed has no standard error" in notes
     assert "—: no run yet (4 of 6 cells)." in notes
-    assert "none of the 1 cells compared" in notes
+    assert (
+        "p < 0.05; cells compared: 2): Mean-Var with blocks of 30 (+0.44 points, "
+        "p = 0.026)." in notes
+    )
+    assert "Blocks coded with more KL than their budget + 1 %: none." in notes
 
     rows = list(csv.DictReader(io.StringIO(report._csv(cells))))
     assert len(rows) == 6
     row = rows[1]
     assert row["decoded_error_percent"] == "0.9" and row["seeds"] == "0 1"
-    assert row["outside_paper_spread"] == "no"
     assert rows[5]["n"] == "0" and rows[5]["decoded_error_percent"] == ""
-    assert rows[2]["outside_paper_spread"] == ""
+    assert rows[4]["p_value"] == ""
 
 
-def test_outside_the_papers_spread(tmp_path):
+def test_differences_to_the_paper(tmp_path):
     records = loaded(
         tmp_path,
         *(with_error(0.0119 + 0.0001 * s, "mean_var", 40, s) for s in range(3)),
-        *(with_error(0.0095 + 0.0001 * s, "mean_kl", 40, s) for s in range(3)),
+        with_error(0.0095, "mean_kl", 40, 0),
     )
     cells = table1(records)
-    cell = find(cells, 40, "mean_var")
-    error = np.hypot(0.01 / 3**0.5, 0.07)
-    assert cell["difference_in_errors"] == pytest.approx(0.33 / error, abs=1e-4)
-    assert cell["outside_paper_spread"] is True
-    assert find(cells, 40, "mean_kl")["outside_paper_spread"] is False
-    assert report._table1_text(records, cells)[1][-1] == (
-        "Outside the paper's spread, more than 2 combined standard errors from the "
-        "paper's mean: Mean-Var with blocks of 40 (+0.33 points, +4.7 standard errors)."
+    # The paper's ten seeds, made up with its mean and standard error.
+    for values, cell in (
+        ([1.19, 1.20, 1.21], find(cells, 40, "mean_var")),
+        ([0.95], find(cells, 40, "mean_kl")),
+    ):
+        mean, error = cell["paper_error_percent"], cell["paper_standard_error_percent"]
+        paper = scipy.stats.zscore(np.arange(10), ddof=1) * error * 10**0.5 + mean
+        expected = scipy.stats.ttest_ind(values, paper).pvalue
+        assert cell["p_value"] == pytest.approx(expected, abs=1e-6)
+    assert report._table1_text(records, cells)[1][-2] == (
+        "Different from the paper's mean (Student's t-test, p < 0.05; cells compared: "
+        "2): Mean-Var with blocks of 40 (+0.33 points, p = 0.029)."
     )
+
+
+def test_blocks_over_their_budget(tmp_path):
+    coding = {"max_kl_bits": [19.0, 23.45], "over_budget": [0, 3]}
+    records = loaded(tmp_path, record(), record("mean_var", coding=coding))
+    cells = table1(records)
+    cell = find(cells, 20, "mean_var")
+    assert (cell["blocks"], cell["blocks_over_budget"]) == (1242, 3)
+    assert report._table1_text(records, cells)[1][-1] == (
+        "Blocks coded with more KL than their budget + 1 %: Mean-Var with blocks of 20 "
+        "(3 of 1,242, up to 23.4 bits)."
+    )
+
+
+@pytest.mark.parametrize("change", [{"model": "digits_cnn"}, {"data": "digits"}])
+def test_other_networks_are_not_compared(change, tmp_path):
+    cell = find(table1(loaded(tmp_path, record(**change))), 20, "mean_kl")
+    assert cell["n"] == 1
+    assert cell["paper_error_percent"] is cell["p_value"] is None
 
 
 def test_block_sizes_that_the_paper_lacks(tmp_path):
@@ -173,6 +202,9 @@ def test_convergence_table(tmp_path):
         "converged": 2,
         "iterations": 900,
         "iterations_standard_error": 100,
+        "same_loss": 1,
+        "same_loss_iterations": 800,
+        "same_loss_iterations_standard_error": None,
         "train_steps": 100_000,
         "budget_bits": 20,
     }
@@ -181,17 +213,31 @@ def test_convergence_table(tmp_path):
     assert report._convergence_text(table)[0][1:] == [
         [
             "20",
-            "900 ± 100",
-            "2 of 3",
-            "100,000",
-            "600 ± n/a",
-            "1 of 1",
-            "50,000",
-            "1.50",
+            *("900 ± 100", "1% of 100,000", "2 of 3"),
+            *("600 ± n/a", "1% of 50,000", "1 of 1"),
+            *("1.50", "800 ± n/a", "600 ± n/a", "1.33"),
         ],
-        ["30", "—", "0 of 1", "100,000", "—", "—", "—", "—"],
-        ["Paper", "—", "—", "200,000", "—", "—", "100,000", "2.00 (of those trained)"],
+        ["30", "—", "—", "0 of 1", "—", "—", "0 of 0", "—", "—", "—", "—"],
     ]
+
+
+def test_iterations_to_the_same_loss(tmp_path):
+    lower = [value / 2 for value in FALLING]
+    records = loaded(
+        tmp_path,
+        record("mean_var", seed=0, curve=curve(FALLING)),
+        record("mean_kl", seed=0, curve=curve(lower)),
+        record("mean_var", seed=1, curve=curve(lower)),
+        record("mean_kl", seed=1, curve=curve(FALLING)),
+        record("mean_var", seed=2, curve=curve(FALLING)),  # has no other
+        record("mean_var", seed=3, curve=curve(FALLING)),
+        record("mean_kl", seed=3, curve=curve(FALLING, [30.0] * 10)),  # never
+        record("mean_var", seed=4, curve=curve(FALLING)),
+        record("mean_kl", seed=4, curve=curve(FALLING, phase="coding")),
+        record("mean_kl", block_size=30, curve=curve(FALLING)),
+    )
+    assert iterations_to_same_loss(records, 20).tolist() == [[600, 400], [400, 600]]
+    assert iterations_to_same_loss(records, 30).shape == (0, 2)
 
 
 def test_budget_is_kl_bits_if_set(tmp_path):
@@ -230,11 +276,10 @@ def test_statements_that_hold(tmp_path):
     )
     assert found == [
         ("yes", "Mean-KL: 81.0 ± 2.0 %"),
-        # 98 against 97.5 ± 1.5 %; the difference at 90 % does not count.
+        # The difference at 90 % does not count.
         (
             "yes",
-            "largest: 0.3 standard errors, with 50 % pruned "
-            "(Mean-Var 97.5 ± 1.5 %, Mean-KL 98.0 ± 0.0 %)",
+            "largest with 50 % pruned: Mean-Var 97.5 ± 1.5 %, Mean-KL 98.0 ± 0.0 %",
         ),
         ("yes", "Mean-KL: 89.0 ± 1.0 %; Mean-Var: 15.0 ± 5.0 %"),
     ]
@@ -255,7 +300,7 @@ def test_statements_that_do_not_hold(tmp_path):
     )
     assert [answer for answer, _ in found] == ["no", "no", "no"]
     assert found[0][1] == "Mean-KL: 75.0 ± 5.0 %"
-    assert found[1][1].startswith("largest: 8.0 standard errors, with 30 % pruned")
+    assert found[1][1].startswith("largest with 30 % pruned: Mean-Var 91.0 ± 1.0 %")
 
 
 def test_statements_without_data(tmp_path):
@@ -265,11 +310,11 @@ def test_statements_without_data(tmp_path):
         ("no data", "no data"),
         ("no data", "Mean-KL: no data; Mean-Var: no data"),
     ]
-    # Not pruned far enough; one run each, so no standard error; and one half decides.
+    # Not pruned far enough; and one half decides.
     found = statements(
         tmp_path,
         with_pruning("mean_kl", uniform=[1], magnitude=[1, 1, 1], kl=[1, 1, 1, 0.3]),
-        with_pruning("mean_var", magnitude=[1, 1, 1], kl=[1]),
+        with_pruning("mean_var", magnitude=[1, 1], kl=[1]),
     )
     assert found == [
         nothing,

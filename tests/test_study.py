@@ -155,7 +155,10 @@ def test_the_grid(small, done):
         length = len(record["curve"]["step"])
         assert length and all(len(c) == length for c in record["curve"].values())
         assert record["curve"]["cross_entropy"][0] > 0
+        seconds = record["curve"]["seconds"]
+        assert seconds[0] > 0 and seconds == sorted(seconds)
         assert record["coding"]["blocks"] == [6]
+        assert record["coding"]["max_kl_bits"][0] >= record["coding"]["kl_bits"][0]
         for histogram in record["histograms"].values():
             for part in ("loc", "log_scale"):
                 assert len(histogram[part]["edges"]) == 61
@@ -248,16 +251,16 @@ def test_the_papers_grid():
     cli.COMMANDS["study"].define(values)
     values(["tfmiracle", f"--flagfile={CONFIG}"])
     made = Study(
-        "work",
-        "mnist",
-        cli._recipe(values),
-        tuple(values.parameterizations),
-        tuple(cli._integers("block_sizes", values.block_sizes)),
-        tuple(cli._integers("seeds", values.seeds)),
-        values.model,
-        cli._rules(values.rules),
-        values.mean_var_train_steps,
-        values.scale,
+        workdir="work",
+        data="mnist",
+        recipe=cli._recipe(values),
+        parameterizations=tuple(values.parameterizations),
+        block_sizes=tuple(cli._integers("block_sizes", values.block_sizes)),
+        seeds=tuple(cli._integers("seeds", values.seeds)),
+        model=values.model,
+        rules=cli._rules(values.rules),
+        mean_var_train_steps=values.mean_var_train_steps,
+        scale=values.scale,
     )
     cells = {cell_name(recipe): recipe for recipe in made.cells()}
     assert len(cells) == 2 * 3 * 10
@@ -272,19 +275,42 @@ def test_the_papers_grid():
     assert made.rules == {"conv2/kernel": "hash=2", "dense1/kernel": "hash=64"}
 
 
-@pytest.mark.parametrize("exitcode", [0, 1])
+def test_a_run_that_fails_is_passed_over(small, monkeypatch, tmp_path):
+    made = dataclasses.replace(small, workdir=str(tmp_path))
+    whole = study.compress
+
+    def fail_once(*args, path, **kwargs):
+        if path.stem == "mean_var_b10_s0":
+            raise ValueError("The loss is nan.")
+        return whole(*args, path=path, **kwargs)
+
+    lines = []
+    with monkeypatch.context() as patch:
+        patch.setattr(study, "compress", fail_once)
+        with pytest.raises(ValueError, match="failed: mean_var_b10_s0"):
+            run_study(dataclasses.replace(made, seeds=(0,)), say=lines.append)
+    assert "mean_var_b10_s0 failed, ValueError: The loss is nan." in lines
+    assert list(records(made)) == ["mean_kl_b10_s0"]
+    made = dataclasses.replace(made, seeds=(0,))
+    assert run_study(made, say=lines.append)["left"] == 0
+
+
+@pytest.mark.parametrize("exitcode", [0, 1, -9])
 def test_a_process_that_fails_is_not_passed_over(exitcode, small, monkeypatch):
     def nothing(*_):
         pass
 
-    worker = types.SimpleNamespace(start=nothing, join=nothing, exitcode=exitcode)
-    context = types.SimpleNamespace(Process=lambda **_: worker)
+    exitcodes = iter([0, exitcode])
+    context = types.SimpleNamespace(
+        Process=lambda **_: types.SimpleNamespace(
+            start=nothing, join=nothing, exitcode=next(exitcodes)
+        )
+    )
     monkeypatch.setattr(study.multiprocessing, "get_context", lambda _: context)
-    monkeypatch.setattr(study, "_work", nothing)
     if not exitcode:
         assert run_study(small, jobs=2)["total"] == 4
         return
-    with pytest.raises(OSError, match="1 of 2 processes of the study failed"):
+    with pytest.raises(ValueError, match="failed: 1 of 2 processes"):
         run_study(small, jobs=2)
 
 

@@ -240,7 +240,7 @@ class CompressionCallback(keras.callbacks.Callback):
             coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
             posterior.fix(blocks, coded.indices)
             kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
-            excess.append(kl[-1] > 1.01 * posterior.kl_bits)
+            excess.append(posterior.is_over_budget(kl[-1]))
             weight.append(coded.log_weight)
             evidence.append(coded.log_evidence)
         done = self._num_blocks - len(self._todo)

@@ -414,17 +414,17 @@ def _study(values):
     from tfmiracle.study import Study, run_study
 
     study = Study(
-        values.workdir,
-        values.data,
-        _recipe(values),
-        tuple(values.parameterizations),
-        tuple(_integers("block_sizes", values.block_sizes)),
-        tuple(_integers("seeds", values.seeds)),
-        values.model,
-        _rules(values.rules),
-        values.mean_var_train_steps,
-        values.scale,
-        pathlib.Path(values.data).stem,
+        workdir=values.workdir,
+        data=values.data,
+        recipe=_recipe(values),
+        parameterizations=tuple(values.parameterizations),
+        block_sizes=tuple(_integers("block_sizes", values.block_sizes)),
+        seeds=tuple(_integers("seeds", values.seeds)),
+        model=values.model,
+        rules=_rules(values.rules),
+        mean_var_train_steps=values.mean_var_train_steps,
+        scale=values.scale,
+        name=pathlib.Path(values.data).stem,
     )
     return run_study(study, values.jobs)
 
@@ -452,24 +452,9 @@ def _report(values):
 
 
 def _show_report(r):
-    lines = [f"{r['runs']} runs of {r['model']} on {r['data']}, scale {r['scale']:g}"]
-    for c in r["table1"]:
-        if c["n"]:
-            ours, paper = _plus_minus(c, "decoded"), _plus_minus(c, "paper")
-            lines.append(
-                f"{c['parameterization']}, blocks of {c['block_size']}: error {ours}, "
-                f"n = {c['n']}; paper: {paper}"
-            )
-    lines += [f"{s['answer']}: {s['statement']}" for s in r["statements"]]
-    return "\n".join([*lines, f"wrote {r['report']}"])
-
-
-def _plus_minus(cell, name):
-    value = cell[f"{name}_error_percent"]
-    if value is None:
-        return "n/a"
-    error = cell[f"{name}_standard_error_percent"]
-    return f"{value:.2f} %" if error is None else f"{value:.2f} ± {error:.2f} %"
+    tables = ("table1", "convergence", "statements")
+    texts = [(pathlib.Path(r["output"]) / f"{name}.md").read_text() for name in tables]
+    return "\n".join([*texts, f"wrote {r['report']}"])
 
 
 # prune

@@ -148,7 +148,7 @@ class MinimalRandomCoder:
 
         # XLA runs the loops of a pass on one core. Several batches run side by side;
         # if there are too few of them, each scans parts of the codebook side by side.
-        workers = _workers()
+        workers = 1 if _on_gpu() else usable_cores()
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             if len(batches) < workers:
                 parts = 1 << min(workers.bit_length() - 1, max(0, self.block_bits - 14))
@@ -321,9 +321,8 @@ def _on_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
 
 
-def _workers() -> int:
-    if _on_gpu():
-        return 1
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -240,6 +240,10 @@ class BlockPosterior(keras.layers.Layer):
         """
         return tf.reduce_sum(kl_from_standardized(*self.standardized(blocks)), -1)
 
+    def is_over_budget(self, kl_bits: np.ndarray) -> np.ndarray:
+        """Whether the KL of blocks, in bits, exceeds `kl_bits` by more than 1 %."""
+        return kl_bits > 1.01 * self.kl_bits
+
     def loc_and_scale(self) -> tuple[tf.Tensor, tf.Tensor]:
         """mu and sigma of every effective weight, in the order of the network."""
         loc, log_ratio = self.standardized()
@@ -650,15 +654,17 @@ class _Tables:
         }
 
     def to_effective(self, blocks: tf.Tensor) -> tf.Tensor:
+        # An argument, although only the gradient needs it: SavedModel refuses gradients
+        # that capture what the forward pass does not have.
         @tf.custom_gradient
-        def permute(flat):
+        def permute(flat, weight_of_slot):
             def gradient(upstream):
                 padded = tf.concat([upstream, tf.zeros([1], upstream.dtype)], 0)
-                return tf.gather(padded, self._weight_of_slot)
+                return tf.gather(padded, weight_of_slot), None
 
             return tf.gather(flat, self._slots), gradient
 
-        return permute(tf.reshape(blocks, [-1]))
+        return permute(tf.reshape(blocks, [-1]), self._weight_of_slot)
 
     def expand(self, blocks: tf.Tensor) -> list[tf.Tensor]:
         sizes = [v.effective_size for v in self._variables]

@@ -144,6 +144,7 @@ _RECORD = {  # what a record must hold, by place: "*" is any key, "a|b" both
     "curve.step": "a list of numbers in order",
     "curve.cross_entropy": "a list of numbers",
     "curve.kl_bits": "a list of numbers or null",
+    "coding.max_kl_bits|over_budget": "a list of numbers",
     "curve": "an object with lists of one length",
     "histograms.*.loc|log_scale.edges": "a list of numbers in order",
     "histograms.*.loc|log_scale.counts": "a list of numbers",
@@ -202,14 +203,25 @@ def variational(curve: dict, key: str) -> np.ndarray:
     return np.array(curve[key], np.float64)[phases == "variational"]
 
 
-def iterations_to_converge(curve: dict, budget_bits: float) -> int | None:
+def final_cross_entropy(curve: dict) -> float | None:
+    """The mean over the last `FINAL_FRACTION` of the windows of variational training.
+
+    None without such windows.
+    """
+    cross_entropy = variational(curve, "cross_entropy")
+    last = math.ceil(len(cross_entropy) * FINAL_FRACTION)
+    return float(cross_entropy[-last:].mean()) if last else None
+
+
+def iterations_to_converge(
+    curve: dict, budget_bits: float, final: float | None = None
+) -> int | None:
     """The optimizer step from which a run has converged in variational training.
 
     That is the first step from which on, to the end of the phase "variational",
 
-    - the running cross-entropy is at most `CONVERGED_FACTOR` times its final value,
-      the mean over the last `FINAL_FRACTION` of the phase's windows (these count as
-      converged themselves), and
+    - the running cross-entropy is at most `CONVERGED_FACTOR` times `final` (the windows
+      at the end that `final_cross_entropy` takes count as converged themselves), and
     - the running mean KL of a block is at most `budget_bits`, up to `BUDGET_TOLERANCE`
       of it.
 
@@ -222,6 +234,8 @@ def iterations_to_converge(curve: dict, budget_bits: float) -> int | None:
       curve: lists "phase", "step", "cross_entropy" (any unit) and "kl_bits" (None is
         not at budget), one value a window of training steps.
       budget_bits: KL of a block allowed, in bits.
+      final: the cross-entropy to compare with, at least the curve's own
+        `final_cross_entropy`, which is the default.
 
     Returns:
       The step of the first window from which both hold, or None if they do not hold
@@ -234,7 +248,7 @@ def iterations_to_converge(curve: dict, budget_bits: float) -> int | None:
         return None
     last = math.ceil(count * FINAL_FRACTION)
     half = round(count * SMOOTHING_FRACTION)
-    final = cross_entropy[-last:].mean()
+    final = final_cross_entropy(curve) if final is None else final
     converged = _running_median(cross_entropy, half) <= CONVERGED_FACTOR * final
     converged[-last:] = True
     converged &= _running_median(kl_bits, half) <= budget_bits * (1 + BUDGET_TOLERANCE)
@@ -253,6 +267,26 @@ def converged_iterations(records: list[dict]) -> list[int]:
     """`iterations_to_converge`, at its own budget, of each run that converged."""
     found = [iterations_to_converge(r["curve"], budget_bits(r)) for r in records]
     return [iterations for iterations in found if iterations is not None]
+
+
+def iterations_to_same_loss(records: list[dict], block_size: int) -> np.ndarray:
+    """int64[n, 2]: iterations of Mean-Var and Mean-KL to a loss that both have reached.
+
+    That is, for each of n seeds that both have, the larger of the two
+    `final_cross_entropy`. Seeds where one of them has no such step do not count.
+    """
+    by_seed = {}
+    for p in PARAMETERIZATIONS:
+        for record in runs(records, p, block_size):
+            by_seed.setdefault(record["seed"], []).append(record)
+    found = []
+    for pair in by_seed.values():
+        finals = [final_cross_entropy(r["curve"]) for r in pair]
+        if len(pair) == len(PARAMETERIZATIONS) and None not in finals:
+            runs_of = ((r["curve"], budget_bits(r), max(finals)) for r in pair)
+            found.append([iterations_to_converge(*arguments) for arguments in runs_of])
+    found = [iterations for iterations in found if None not in iterations]
+    return np.array(found, np.int64).reshape(-1, len(PARAMETERIZATIONS))
 
 
 def accuracy_at(

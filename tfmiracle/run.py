@@ -48,8 +48,9 @@ class Run:
     Attributes:
       stages: stage -> metrics.
       curve: one dict for every few steps: "phase", "step" counted over all phases,
-        means of loss and metrics since the last entry, and "kl_bits", the mean KL of
-        the blocks not coded yet.
+        "seconds" spent, means of loss and metrics since the last entry, and of the
+        blocks not coded yet mean "kl_bits", "max_kl_bits" and how many of them are
+        "over_budget" by more than 1 %.
       result: what `finish` was given, if the run has been finished before.
 
     Raises:
@@ -276,13 +277,13 @@ class _Record(keras.callbacks.Callback):
             return
         self._closed = True
         logs = plain_logs(logs)
-        kl_bits = _mean_kl_bits(self.model)
         self._run.curve.append(
             {
                 "phase": self._phase,
                 "step": self._run._steps_before + step,
+                "seconds": round(self._run.seconds, 3),
                 **logs,
-                **({} if kl_bits is None else {"kl_bits": kl_bits}),
+                **_kl_of_blocks(self.model),
             }
         )
         if not math.isfinite(logs.get("loss", 0.0)):
@@ -294,15 +295,21 @@ class _Record(keras.callbacks.Callback):
         self._run._checkpoint(self.model, self._phase, step, self._coding)
 
 
-def _mean_kl_bits(model):
-    """Mean KL of the blocks that are not fixed, or None if there is none."""
-    kl = [
-        posterior.block_kl().numpy()[~posterior.fixed]
+def _kl_of_blocks(model):
+    """What a curve says of the blocks that are not fixed; nothing without any."""
+    found = [
+        (posterior.block_kl().numpy()[~posterior.fixed] / math.log(2), posterior)
         for posterior, _ in posteriors(model)
         if not isinstance(posterior, DeterministicPosterior)
     ]
-    kl = np.concatenate([np.zeros(0), *kl])
-    return float(np.mean(kl)) / math.log(2) if len(kl) else None
+    kl_bits = np.concatenate([np.zeros(0), *(kl for kl, _ in found)])
+    if not len(kl_bits):
+        return {}
+    return {
+        "kl_bits": float(np.mean(kl_bits)),
+        "max_kl_bits": float(np.max(kl_bits)),
+        "over_budget": sum(int(np.sum(p.is_over_budget(kl))) for kl, p in found),
+    }
 
 
 def _variables(model):

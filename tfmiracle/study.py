@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,7 @@ import tensorflow as tf
 import tfmiracle
 from tfmiracle.architectures import ARCHITECTURES
 from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.coder import usable_cores
 from tfmiracle.compression import CompressionResult, checksum, compress
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
@@ -32,8 +34,10 @@ from tfmiracle.run import STEPS_PER_EXECUTION
 
 RECORD_FORMAT = 1
 PRUNED_FRACTIONS = tuple(i / 10 for i in range(10))
+PRUNED_ORDERS = 5  # random ones, for "uniform"
 _PROGRESS_SECONDS = 30.0
 _HISTOGRAM_BINS = 60
+_KL = ("kl_bits", "max_kl_bits", "over_budget")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,44 +125,66 @@ def run_study(
 
     Stopped at any moment and started again, it goes on where it was; runs that are done
     are not repeated. Several processes may work on the same study: each takes runs that
-    no other one has.
+    no other one has. A run that fails is passed over, and reported in the end.
 
     Args:
       study: the study.
-      jobs: number of processes side by side.
-      say: prints a line of progress; to standard error by default.
+      jobs: number of processes side by side, which share the cores.
+      say: prints a line of progress, where there is one process; to standard error by
+        default.
 
     Returns:
       Number of runs "total", "done" (with a record), and "left".
 
     Raises:
-      ValueError: if the working directory belongs to another study.
-      OSError: if it cannot be written, or another process of the `jobs` failed.
+      ValueError: if the working directory belongs to another study, or runs failed.
+      OSError: if it cannot be written.
     """
-    checksums = checksum(_arrays(load_dataset(study.data)))
+    data = load_dataset(study.data)
     for folder in ("records", "runs"):
         (pathlib.Path(study.workdir) / folder).mkdir(parents=True, exist_ok=True)
-    cells = study.cells()
+    checksums = checksum(_arrays(data))
     for path in sorted((pathlib.Path(study.workdir) / "records").glob("*.json")):
         _check_record(study, path, checksums)
-    workers = [
-        multiprocessing.get_context("spawn").Process(
-            target=_work, args=(study, _to_stderr), daemon=True
+    if jobs == 1:
+        failed = _work(study, data, say or _to_stderr)
+    else:
+        failed = _work_side_by_side(study, jobs)
+    if failed:
+        raise ValueError(
+            f"Of the study in {study.workdir} failed: {', '.join(failed)}. What was "
+            "printed says why. Started again, it tries them again."
         )
-        for _ in range(jobs - 1)
+    cells = study.cells()
+    done = sum(_record_path(study, recipe).exists() for recipe in cells)
+    return {"total": len(cells), "done": done, "left": len(cells) - done}
+
+
+def _work_side_by_side(study, jobs):
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, usable_cores() // jobs)
+    workers = [
+        context.Process(target=_worker, args=(study, threads)) for _ in range(jobs)
     ]
     for worker in workers:
         worker.start()
-    _work(study, say or _to_stderr)
     for worker in workers:
         worker.join()
-    if failed := sum(worker.exitcode != 0 for worker in workers):
-        raise ChildProcessError(
-            f"{failed} of {jobs} processes of the study failed; what they printed says "
-            "why. Started again, it goes on."
-        )
-    done = sum(_record_path(study, recipe).exists() for recipe in cells)
-    return {"total": len(cells), "done": done, "left": len(cells) - done}
+    failed = sum(worker.exitcode != 0 for worker in workers)
+    return [f"{failed} of {jobs} processes"] if failed else []
+
+
+def _worker(study, threads):
+    """The whole of a process beside others; it fails if one of its runs does."""
+
+    def stop_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=stop_with_parent, daemon=True).start()
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+    sys.exit(bool(_work(study, load_dataset(study.data), _to_stderr)))
 
 
 def _to_stderr(text):
@@ -200,10 +226,9 @@ def _identity(study, recipe, checksums):
     }
 
 
-def _work(study, say):
-    """Runs cells that are neither done nor taken, one after the other."""
-    data = load_dataset(study.data)
-    runs = pathlib.Path(study.workdir) / "runs"
+def _work(study, data, say):
+    """Runs cells that are neither done nor taken; returns the names of those failed."""
+    runs, failed = pathlib.Path(study.workdir) / "runs", []
     progress = _Progress(study, say)
     for recipe in study.cells():
         if _record_path(study, recipe).exists():
@@ -216,8 +241,12 @@ def _work(study, say):
         try:
             if not _record_path(study, recipe).exists():
                 _run_cell(study, recipe, data, runs / cell_name(recipe), progress)
+        except Exception as error:
+            say(f"{cell_name(recipe)} failed, {type(error).__name__}: {error}")
+            failed.append(cell_name(recipe))
         finally:
             lock.release()
+    return failed
 
 
 def _run_cell(study, recipe, data: Dataset, folder, progress):
@@ -272,7 +301,9 @@ def _record(study, recipe, result: CompressionResult, data):
         },
         "machine": {
             "processor": _processor(),
-            "cores": os.cpu_count(),
+            "cores": usable_cores(),
+            "threads": tf.config.threading.get_intra_op_parallelism_threads()
+            or usable_cores(),
             "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set"),
         },
         "seconds": round(result.seconds, 1),
@@ -295,22 +326,17 @@ def _record(study, recipe, result: CompressionResult, data):
             "total": last,
         },
         "curve": _columns(
-            result.curve, ("phase", "step", "cross_entropy", "kl_bits", "accuracy")
+            result.curve,
+            ("phase", "step", "seconds", *_KL, "cross_entropy", "accuracy"),
         ),
-        "coding": _columns(
-            result.history, ("step", "blocks", "kl_bits", "max_kl_bits", "over_budget")
-        ),
+        "coding": _columns(result.history, ("step", "seconds", "blocks", *_KL)),
         "histograms": _histograms(file, posterior),
         "pruning": _pruning(file, posterior, recipe.seed, data),
     }
 
 
 def _columns(rows: Sequence[dict], names):
-    """At most 400 of the rows of each phase, by column, with five digits."""
-    by_phase = {}
-    for row in rows:
-        by_phase.setdefault(row.get("phase"), []).append(row)
-    rows = [r for p in by_phase.values() for r in p[:: max(1, -(-len(p) // 400))]]
+    """Rows by column, with five digits; None where one lacks a name."""
 
     def short(value):
         return float(f"{value:.5g}") if isinstance(value, float) else value
@@ -343,17 +369,26 @@ def _histograms(file, posterior):
 
 def _pruning(file, posterior, seed, data):
     net = to_network(decode(file))
+
+    def accuracies(strategy, order_seed):
+        return [
+            accuracy_of(net, pruned, data.x_test, data.y_test)
+            for pruned in pruned_networks(
+                file, strategy, PRUNED_FRACTIONS, posterior, order_seed
+            )
+        ]
+
+    first = PRUNED_ORDERS * seed
+    seeds = {s: [seed] for s in STRATEGIES}
+    seeds["uniform"] = [s % 2**64 for s in range(first, first + PRUNED_ORDERS)]
     return {
         strategy: {
             "fractions": list(PRUNED_FRACTIONS),
-            "accuracy": [
-                round(accuracy_of(net, pruned, data.x_test, data.y_test), 5)
-                for pruned in pruned_networks(
-                    file, strategy, PRUNED_FRACTIONS, posterior, seed
-                )
-            ],
+            "accuracy": np.mean([accuracies(strategy, s) for s in orders], 0)
+            .round(6)
+            .tolist(),
         }
-        for strategy in STRATEGIES
+        for strategy, orders in seeds.items()
     }
 
 
@@ -372,14 +407,12 @@ class _Progress(keras.callbacks.Callback):
     def __init__(self, study, say):
         super().__init__()
         self._study, self.say = study, say
-        self._trained, self._seconds = 0, 0.0
 
     def begin(self, recipe):
         self._recipe = recipe
-        self._last_line = time.monotonic()
 
     def on_train_begin(self, logs=None):
-        self._last_batch, self._last_time = -1, time.monotonic()
+        self._last_batch, self._last_line = -1, time.monotonic()
         self._num_effective = self.model.block_posterior.layout.num_effective
         # What this run trains after this phase, then the other runs.
         self._later = 0
@@ -407,13 +440,10 @@ class _Progress(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         now = time.monotonic()
-        self._trained += batch - self._last_batch
-        self._seconds += now - self._last_time
-        self._last_batch, self._last_time = batch, now
         if now - self._last_line < _PROGRESS_SECONDS:
             return
-        self._last_line = now
-        step = self._seconds / self._trained
+        step = (now - self._last_line) / (batch - self._last_batch)
+        self._last_batch, self._last_line = batch, now
         left = (self._later + self.params["steps"] - batch - 1) * step
         hours, minutes = divmod(int(left / 60), 60)
         loss = (logs or {}).get("cross_entropy", float("nan"))
