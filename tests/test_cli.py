@@ -74,7 +74,7 @@ def made(tmp_path_factory):
     pair.save(folder / "pair.keras")
     (folder / "broken.keras").write_bytes(b"PK but no archive")
     model = tfmiracle.VariationalModel(
-        net, block_size=16, block_bits=8, rules={"one/kernel": "hash=2"}
+        net, block_size=16, block_bits=8, rules={"one/kernel": "hash=2 own_scale"}
     )
     to_file(fix_all(model)).write(folder / "net.miracle")
     data = (folder / "net.miracle").read_bytes()
@@ -210,12 +210,14 @@ def test_info(made, run, capsys):
     assert rows["one/kernel"] == {
         "name": "one/kernel",
         "shape": [6, 30],
-        "treatment": "coded, hashed x2",
+        "treatment": "coded, hashed x2, own scale",
         "reason": "a rule",
         "bits": 90 * bits,
         "share": round(90 * bits / 8 / path.stat().st_size, 4),
     }
-    assert rows["one/bias"]["reason"] == "it trains"
+    assert rows["one/bias"]["treatment"] == "coded, own scale"
+    assert rows["two/bias"]["treatment"] == "coded"
+    assert rows["two/bias"]["reason"] == "it trains"
     assert rows["norm/moving_mean"]["reason"] == "it does not train"
     assert sum(v["share"] for v in result["variables"]) < 1
     assert rows["two/bias"]["treatment"] == "coded"
@@ -224,7 +226,7 @@ def test_info(made, run, capsys):
     assert cli.main(["info", str(path)]) == 0
     table = capsys.readouterr().out
     assert re.search(
-        r"^one/kernel +6x30 +coded, hashed x2 +a rule +45 +[\d.]+%$",
+        r"^one/kernel +6x30 +coded, hashed x2, own scale +a rule +45 +\S+%$",
         table,
         re.M,
     )

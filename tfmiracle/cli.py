@@ -5,6 +5,7 @@ Every command has its own absl flags, so that a flag of another command is an er
 else to standard error. Exit status: 0 done, 2 bad input, 1 a defect.
 """
 
+import collections
 import contextlib
 import dataclasses
 import inspect
@@ -571,6 +572,9 @@ def _info(values, path):
     size = os.path.getsize(path)
     variables = []
     stored = iter(file.stored)
+    places = [(name, place) for name, place in zip(file.names, file.coded) if place]
+    in_layer = collections.Counter(_layer(name) for name, _ in places)
+    in_scale = collections.Counter(_scale(file, place) for _, place in places)
     for name, place in zip(file.names, file.coded, strict=True):
         if place is None:
             value = next(stored)
@@ -583,10 +587,11 @@ def _info(values, path):
             shape = v.shape
             bits = v.effective_size * group.block_bits / group.layout.block_size
             treatment = "coded"
-            reason = "it trains"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"
-                reason = "a rule"
+            if in_scale[_scale(file, place)] < min(2, in_layer[_layer(name)]):
+                treatment += ", own scale"
+            reason = "it trains" if treatment == "coded" else "a rule"
         variables.append(
             {
                 "name": name,
@@ -602,6 +607,16 @@ def _info(values, path):
         "variables": variables,
         "metadata": file.metadata,
     }
+
+
+def _layer(name):
+    return name.rpartition("/")[0]
+
+
+def _scale(file, place):
+    """Which coding scale a coded variable has."""
+    group, index = place
+    return group, file.groups[group].layout.variables[index].scale_index
 
 
 def _reason(name, rules):
