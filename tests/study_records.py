@@ -29,6 +29,7 @@ def record(parameterization="mean_kl", block_size=20, seed=0, **changes):
         "seed": seed,
         "scale": 0.5,
         "model": "lenet5",
+        "dtype_policy": "float32",
         "data": "mnist",
         "settings": {
             "parameterization": parameterization,

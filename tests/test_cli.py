@@ -184,10 +184,15 @@ def test_a_built_in_network_is_trained_from_scratch(tmp_path, short, capsys):
             "--overwrite",
             *QUICK,
             "--block_size=30000",
+            "--dtype_policy=mixed_bfloat16",
         ]
     )
     out, err = capsys.readouterr()
     assert status == 0
+    net = tfmiracle.load(tmp_path / "out.miracle")
+    assert {layer.compute_dtype for layer in net.layers[1:]} == {"bfloat16"}
+    assert {w.dtype for w in net.weights} == {"float32"}
+    assert keras.config.dtype_policy().name == "float32"
     lines = out.splitlines()
     assert len(lines) == 4
     assert re.match(r"error before [\d.]+%, after [\d.]+% \(validation set\)", lines[0])
@@ -443,6 +448,8 @@ BAD = {
     "shapes of another network, evaluate": "evaluate {made}/net.miracle --data=digits",
     "too many classes": "{compress} --data={made}/classes.npz",
     "unknown model": "{compress} --model=lenet6",
+    "unknown dtype policy": "{compress} --model=digits_cnn --dtype_policy=bf16",
+    "dtype policy of another": "{compress} --dtype_policy=mixed_bfloat16",
     "uncompiled model": "{compress} --model={made}/uncompiled.keras",
     "two inputs": "{compress} --model={made}/pair.keras",
     "broken model": "{compress} --model={made}/broken.keras",

@@ -153,6 +153,7 @@ def test_every_key_is_needed(tmp_path, key):
     [
         ({"scale": 1.0}, r"differ in scale \(0.5 and 1.0\).*one study"),
         ({"model": "digits_cnn"}, "differ in model"),
+        ({"dtype_policy": "mixed_bfloat16"}, "differ in dtype_policy"),
         ({"data": "fashion_mnist"}, "differ in data"),
         (
             {"settings": {**record()["settings"], "block_bits": 16}},

@@ -117,6 +117,7 @@ def test_table1_is_exact(tmp_path):
         "| Optimizer iterations |  | 100,000 |  | 200,000 | 50,000 |  | 100,000 |",
     ]
     assert "Scale of the study: 0.5" in notes
+    assert "Dtype policy of the network: float32." in notes
     assert "n/a: one seed has no standard error" in notes
     assert "—: no run yet (4 of 6 cells)." in notes
     assert (

@@ -236,6 +236,7 @@ def test_progress_tells_the_time_left(done):
         ({"scale": 0.0}, "`scale` .*=0.0"),
         ({"scale": 2.0}, "`scale` .*=2.0"),
         ({"model": "vgg"}, "`model` must be one of .*'vgg'"),
+        ({"dtype_policy": "bf16"}, "'bf16' to a mixed precision DTypePolicy"),
         ({"seeds": ()}, "The grid is empty"),
         ({"parameterizations": ("mean",)}, "`parameterization` must be one of"),
         ({"block_sizes": (0,)}, "`block_size` must be"),
@@ -323,7 +324,8 @@ def test_the_command_with_two_processes(tmp_path, capsys):
         f"study --data={tmp_path}/toy.npz --model=digits_cnn --workdir={tmp_path}/w "
         "--scale=0.5 --rules=dense1/kernel:hash=64 --block_sizes=500 --seeds=3 "
         "--block_bits=6 --kl_bits=5 --batch_size=10 --train_steps=40 "
-        "--blocks_per_round=20 --finetune_steps=20 --jobs=2 --json"
+        "--blocks_per_round=20 --finetune_steps=20 --dtype_policy=mixed_bfloat16 "
+        "--jobs=2 --json"
     ).split()
     for _ in range(2):
         assert cli.main(arguments) == 0

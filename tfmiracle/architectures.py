@@ -59,6 +59,27 @@ def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
 ARCHITECTURES = {"lenet5": lenet5, "digits_cnn": digits_cnn}
 
 
+def new_network(
+    name: str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    dtype_policy: str,
+    seed: int,
+) -> keras.Model:
+    """A network of `ARCHITECTURES` that computes as the Keras dtype policy says.
+
+    Sets all random seeds, on which its weights depend. Raises ValueError if there is no
+    such policy.
+    """
+    keras.utils.set_random_seed(seed % 2**32)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype_policy)
+    try:
+        return ARCHITECTURES[name](input_shape, num_classes)
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
 def _uniform(fan_in):
     limit = 1 / math.sqrt(fan_in)
     return {

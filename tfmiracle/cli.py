@@ -159,6 +159,7 @@ def _define_compress(values):
         "Hold out this part of the training set and report errors on it instead of the "
         "test set, for choosing settings.",
     )
+    _define_dtype_policy(values)
     _define_rules(values)
     string(
         "workdir",
@@ -173,6 +174,17 @@ def _define_compress(values):
     )
     _define_overwrite(values)
     _define_recipe(values)
+
+
+def _define_dtype_policy(values):
+    flags.DEFINE_string(
+        "dtype_policy",
+        None,
+        "Keras dtype policy of a built-in network, by default float32. With "
+        "mixed_bfloat16, which is faster on some processors, posteriors and coding are "
+        "float32 all the same.",
+        flag_values=values,
+    )
 
 
 def _define_rules(values):
@@ -216,7 +228,7 @@ def _compress(values):
     _import_tensorflow()
     from tfmiracle.compression import compress
 
-    net = _network(values.model, data, recipe.seed)
+    net = _network(values.model, data, values.dtype_policy, recipe.seed)
     result = compress(
         net,
         (data.x_train, data.y_train),
@@ -251,15 +263,27 @@ def _recipe(values):
     return Recipe(**{name: values[name].value for name in names})
 
 
-def _network(name, data, seed):
+def _network(name, data, dtype_policy, seed):
     import keras
+
+    from tfmiracle.architectures import new_network
 
     architectures = _architectures()
     if name in architectures:
-        keras.utils.set_random_seed(seed % 2**32)
-        net = architectures[name](data.x_train.shape[1:], data.num_classes)
+        net = new_network(
+            name,
+            data.x_train.shape[1:],
+            data.num_classes,
+            dtype_policy or "float32",
+            seed,
+        )
         net.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     elif os.path.exists(name):
+        if dtype_policy:
+            raise ValueError(
+                f"--dtype_policy is for built-in networks; {name} has a policy of its "
+                "own"
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the optimizer, which is not used
             try:
@@ -386,6 +410,7 @@ def _define_study(values):
     string("data", None, _DATA_HELP)
     string("workdir", None, "Folder of the study; started again, it goes on.")
     string("model", "lenet5", "'lenet5' or 'digits_cnn'.")
+    _define_dtype_policy(values)
     _define_rules(values)
     for name, default, text in (
         ("parameterizations", ["mean_kl", "mean_var"], "Parameterizations to run."),
@@ -424,6 +449,7 @@ def _study(values):
         model=values.model,
         rules=_rules(values.rules),
         mean_var_train_steps=values.mean_var_train_steps,
+        dtype_policy=values.dtype_policy or "float32",
         scale=values.scale,
         name=pathlib.Path(values.data).stem,
     )

@@ -48,7 +48,7 @@ def read_records(workdir: str | os.PathLike) -> list[dict]:
         if in_cell and one["seed"] == other["seed"]:
             raise ValueError(f"{files} are records of the same run. Remove one.")
         ours, theirs = _common(one), _common(other)
-        for key in ours | theirs if in_cell else ("scale", "model", "data"):
+        for key in ours | theirs if in_cell else _COMMON:
             if ours.get(key) != theirs.get(key):
                 raise ValueError(
                     f"{files} differ in {key} ({ours.get(key)!r} and "
@@ -62,9 +62,12 @@ def _cell(record):
     return record["block_size"], [*PARAMETERIZATIONS].index(record["parameterization"])
 
 
+_COMMON = ("scale", "model", "dtype_policy", "data")
+
+
 def _common(record):
     """What the runs of a study at one place of its grid have in common."""
-    found = {key: record[key] for key in ("scale", "model", "data")}
+    found = {key: record[key] for key in _COMMON}
     settings = record["settings"].items()
     found |= {f"settings.{key}": value for key, value in settings if key != "seed"}
     return {**found, "steps.train": record["steps"]["train"]}
@@ -133,7 +136,7 @@ _RECORD = {  # what a record must hold, by place: "*" is any key, "a|b" both
     "seed": "an integer of at least 0",
     "scale": "a positive number",
     "seconds": "a number",
-    "model|data": "a text",
+    "model|dtype_policy|data": "a text",
     "versions|machine": "an object",
     "settings.block_bits": "an integer of at least 1",
     "settings.kl_bits": "a number of at least 0 or null",

@@ -245,7 +245,8 @@ def _table1_text(records, cells):
         "mean ± standard error over n seeds. The paper's figures (Lin et al. 2023, "
         f"Table 1) are for LeNet-5 on MNIST over {PAPER_SEEDS} seeds.",
         f"Scale of the study: {first['scale']:g}, where 1 is the paper's number of "
-        "optimizer steps. Iterations are those of variational training, before coding.",
+        "optimizer steps. Iterations are those of variational training, before coding. "
+        f"Dtype policy of the network: {first['dtype_policy']}.",
         "Ratio: bytes of the float32 weights over bytes of the indices (payload).",
         any(c["n"] == 1 for c in cells) and "n/a: one seed has no standard error.",
         empty and f"{_EMPTY}: no run yet ({empty} of {len(cells)} cells).",
