@@ -633,6 +633,10 @@ def test_nets_with_training_of_their_own_cannot_be_wrapped(name):
     net = own([layers.Input((4,)), layers.Dense(2)])
     with pytest.raises(ValueError, match=f"Own has a `{name}` of its own"):
         VariationalModel(net)
+    net = keras.Sequential([layers.Input((4,)), layers.Dense(2)])
+    setattr(net, name, lambda *args: 1 / 0)
+    with pytest.raises(ValueError, match=f"Sequential has a `{name}` of its own"):
+        VariationalModel(net)
 
 
 def test_layers_that_assign_to_their_weights(eager):

@@ -447,6 +447,14 @@ def test_figures_without_data(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
+def test_output_is_checked_before_drawing(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "draw_figures", lambda records: 1 / 0)
+    saved(tmp_path, record())
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(FileExistsError):
+        write_report(tmp_path, tmp_path / "file")
+
+
 def test_tables_of_sparse_records(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "draw_figures", lambda records: {})
     summary = write_report(saved(tmp_path, *sparse()))

@@ -236,7 +236,8 @@ class VariationalModel(keras.Model):
 
 def _refuse_own_training(net):
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
-        if getattr(type(net), name) is not getattr(keras.Model, name):
+        own = name in vars(net)
+        if own or getattr(type(net), name) is not getattr(keras.Model, name):
             raise ValueError(
                 f"{type(net).__name__} has a `{name}` of its own, which training under "
                 "a posterior would not use. Say what to minimize with losses given to "

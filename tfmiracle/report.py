@@ -76,9 +76,11 @@ def write_report(
     Raises:
       ValueError: if the records are not right, see `read_records`, or matplotlib is
         missing.
+      OSError: if `output` cannot be written.
     """
     records = read_records(workdir)
     output = pathlib.Path(output or pathlib.Path(workdir) / "report")
+    output.mkdir(parents=True, exist_ok=True)
     tables = {
         "table1": table1(records),
         "convergence": convergence_table(records),
@@ -97,7 +99,6 @@ def write_report(
     for name, formats in figures.items():
         files |= {f"{name}.{suffix}": data for suffix, data in formats.items()}
 
-    output.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         write_atomically(output / name, data, overwrite=True)
     for name in set(FIGURES) - set(figures):  # of an earlier report, not of this one
