@@ -1,7 +1,7 @@
 """Compares settings of `tfmiracle compress` on MNIST: error against minutes.
 
     python benchmarks/recipes.py --data=MNIST.npz --output=FOLDER [--seeds=0,1,2]
-        [--only=TEXT] [--test]
+        [--only=NAME ...] [--dtype_policy=mixed_bfloat16] [--test]
 
 Runs every variant with every seed, one after the other, each in a process of its own;
 killed and started again, it goes on. Errors are those on 10,000 images held out of the
@@ -11,16 +11,21 @@ errors are those on the test set. Writes a JSON file a run, and a table.
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 from tables import markdown, mean
+from timing import machine
 
 from tfmiracle.miracle_file import write_atomically
 
 BASE = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
+
+
+def _rules(convolution, dense):
+    return f"conv2/kernel:hash={convolution},dense1/kernel:hash={dense}"
+
 
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
 # after each of the rounds.
@@ -37,6 +42,12 @@ VARIANTS = {
     "sampled candidates": {"selection": "sample"},
     "KL of 18 bits": {"kl_bits": 18},
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
+    "blocks of 24 weights, 24 bits": {"block_size": 24, "block_bits": 24},
+    # The same payload for more or fewer weights.
+    "dense layer hashed to 1/32": {"rules": _rules(2, 32), "block_size": 26},
+    "dense layer hashed to 1/128": {"rules": _rules(2, 128), "block_size": 18},
+    "convolution not hashed": {"rules": _rules(1, 64), "block_size": 31},
+    "convolution hashed to 1/4": {"rules": _rules(4, 64), "block_size": 15},
     "fine-tuning at 1e-3": {"finetune_learning_rate": 1e-3},
     "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
     "quotas as fast as means": {"quota_rate": 1},
@@ -69,6 +80,7 @@ def run(name: str, seed: int, arguments) -> dict | None:
     path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
     settings = flags_of(VARIANTS[name])
     settings += [] if arguments.test else [f"--validation_fraction={1 / 6}"]
+    settings += [f"--dtype_policy={arguments.dtype_policy}"]
     made_with = BASE.read_text().split("\n") + settings
     if path.exists():
         record = json.loads(path.read_text())
@@ -88,7 +100,7 @@ def run(name: str, seed: int, arguments) -> dict | None:
     found = json.loads(done.stdout)
     keys = ("errors", "evaluated_on", "seconds", "file_bytes", "payload_bytes")
     record = {key: found[key] for key in keys}
-    record |= {"cores": len(os.sched_getaffinity(0)), "made_with": made_with}
+    record |= {"machine": machine(), "made_with": made_with}
     text = json.dumps(record, indent=1) + "\n"
     write_atomically(path, text.encode(), overwrite=False)
     return record
@@ -117,17 +129,23 @@ def main():
     parser.add_argument("--data", required=True, help="MNIST as Keras' .npz file")
     parser.add_argument("--output", required=True, type=pathlib.Path)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=VARIANTS,
+        metavar="NAME",
+        help="a variant; by default all",
+    )
+    parser.add_argument("--dtype_policy", default="float32")
     parser.add_argument("--test", action="store_true", help="report on the test set")
     arguments = parser.parse_args()
     (arguments.output / "runs").mkdir(parents=True, exist_ok=True)
     records = {}
     for seed in map(int, arguments.seeds.split(",")):
-        for name in VARIANTS:
-            if arguments.only in name:
-                record = run(name, seed, arguments)
-                records.setdefault(name, []).extend([record] if record else [])
-                (arguments.output / "table.md").write_text(table(records))
+        for name in arguments.only or VARIANTS:
+            record = run(name, seed, arguments)
+            records.setdefault(name, []).extend([record] if record else [])
+            (arguments.output / "table.md").write_text(table(records))
     print(table(records))
 
 
