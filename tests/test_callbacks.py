@@ -289,8 +289,8 @@ def test_weights_that_early_stopping_restores_are_coded(tmp_path, quick):
         *data(), batch_size=8, epochs=9, verbose=0, callbacks=[stopping, callback]
     )
     # 18 steps were taken and 5 blocks coded; the weights after 6 steps come back.
-    blocks = [r["blocks"] for r in callback.history]
-    assert blocks == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
+    assert [r["blocks"] for r in callback.history] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [r["step"] for r in callback.history] == [0, 4, *[18] * 7]
     assert_file_is_the_model(callback, model)
 
 

@@ -207,6 +207,8 @@ class CompressionCallback(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         # Another callback may have restored weights of before some rounds.
         self._todo = self._not_coded()
+        done = self._num_blocks - len(self._todo)
+        self.history = [row for row in self.history if row["blocks"] <= done]
         while self._todo:
             self._round(logs)
         self._finish()
