@@ -27,6 +27,11 @@ def _rules(convolution, dense):
     return f"conv2/kernel:hash={convolution},dense1/kernel:hash={dense}"
 
 
+MEAN_VAR = {
+    "parameterization": "mean_var",
+    "learning_rate": 2e-3,
+    "finetune_learning_rate": 1e-3,
+}
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
 # after each of the rounds.
 VARIANTS = {
@@ -55,11 +60,9 @@ VARIANTS = {
     "learning rate 2e-2": {"learning_rate": 2e-2},
     "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 40},
     "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 360},
-    "Mean-Var": {
-        "parameterization": "mean_var",
-        "learning_rate": 2e-3,
-        "finetune_learning_rate": 1e-3,
-    },
+    "Mean-Var": MEAN_VAR,
+    "Mean-Var, twice the steps": {**MEAN_VAR, "steps": (4000, 12000, 180)},
+    "Mean-Var, four times the steps": {**MEAN_VAR, "steps": (8000, 24000, 360)},
 }
 STEPS = ("warmup_steps", "train_steps", "finetune_steps")
 STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
