@@ -12,6 +12,7 @@ errors are those on the test set. Writes a JSON file a run, and a table.
 import argparse
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -79,11 +80,12 @@ def flags_of(variant: dict) -> list[str]:
 
 def run(name: str, seed: int, arguments) -> dict | None:
     """The record of a run, made now unless it is there; None if the run fails."""
-    stem = f"{'-'.join(name.replace(',', '').split())}-{seed}"
+    stem = f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{seed}"
     path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
     settings = flags_of(VARIANTS[name])
     settings += [] if arguments.test else [f"--validation_fraction={1 / 6}"]
-    settings += [f"--dtype_policy={arguments.dtype_policy}"]
+    if arguments.dtype_policy:
+        settings += [f"--dtype_policy={arguments.dtype_policy}"]
     made_with = BASE.read_text().split("\n") + settings
     if path.exists():
         record = json.loads(path.read_text())
@@ -139,7 +141,7 @@ def main():
         metavar="NAME",
         help="a variant; by default all",
     )
-    parser.add_argument("--dtype_policy", default="float32")
+    parser.add_argument("--dtype_policy", help="of the network, see tfmiracle compress")
     parser.add_argument("--test", action="store_true", help="report on the test set")
     arguments = parser.parse_args()
     (arguments.output / "runs").mkdir(parents=True, exist_ok=True)

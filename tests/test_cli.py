@@ -221,6 +221,7 @@ def test_info(made, run, capsys):
         "share": round(90 * bits / 8 / path.stat().st_size, 4),
     }
     assert rows["one/bias"]["treatment"] == "coded, own scale"
+    assert rows["one/bias"]["reason"] == "a rule in its layer"
     assert rows["two/bias"]["treatment"] == "coded"
     assert rows["two/bias"]["reason"] == "it trains"
     assert rows["norm/moving_mean"]["reason"] == "it does not train"

@@ -43,6 +43,7 @@ def test_round_trip(posterior, tmp_path):
     again = CodedPosterior.read(path)
     np.testing.assert_equal(again.loc, posterior.loc)
     np.testing.assert_equal(again.scale, posterior.scale)
+    assert again.indices_crc32 == posterior.indices_crc32 is not None
     with pytest.raises(FileExistsError):
         posterior.write(path)
     posterior.write(path, overwrite=True)
@@ -56,6 +57,12 @@ def test_it_must_fit_the_file(posterior):
     longer = CodedPosterior(posterior.loc, [*posterior.scale[:1], np.ones(9)])
     with pytest.raises(ValueError, match="`scale` has"):
         longer.check_fits(to_file(fix_all(model())))
+    of_another = to_file(fix_all(model()))
+    of_another.groups[1].indices[0] ^= 1
+    with pytest.raises(ValueError, match="of one with other codes"):
+        posterior.check_fits(of_another)
+    unknown = CodedPosterior(posterior.loc, posterior.scale)
+    unknown.check_fits(of_another)
 
 
 def test_what_is_no_posterior_is_refused(posterior, tmp_path):

@@ -57,6 +57,7 @@ BAD = [
     ("parameterization", "mean", "parameterization must be one of mean_var, mean_kl"),
     ("block_size", 0, "block_size must be an integer of at least 1"),
     ("seed", True, "seed must be an integer"),
+    ("sizes.blocks", None, "sizes.blocks must be an integer of at least 1"),
     ("scale", "1", "scale must be a positive number"),
     ("scale", 0, "scale must be a positive number"),
     ("scale", np.nan, "scale must be a positive number"),
@@ -148,13 +149,22 @@ def test_every_key_is_needed(tmp_path, key):
         loaded(tmp_path, made)
 
 
+def test_records_of_before_dtype_policies(tmp_path):
+    made = record(seed=1)
+    del made["dtype_policy"]
+    assert [r["dtype_policy"] for r in loaded(tmp_path, record(), made)] == [
+        "float32"
+    ] * 2
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
         ({"scale": 1.0}, r"differ in scale \(0.5 and 1.0\).*one study"),
         ({"model": "digits_cnn"}, "differ in model"),
         ({"dtype_policy": "mixed_bfloat16"}, "differ in dtype_policy"),
-        ({"data": "fashion_mnist"}, "differ in data"),
+        ({"data": "fashion_mnist"}, r"differ in data \("),
+        ({"data_crc32": [1, 2]}, "differ in data_crc32"),
         (
             {"settings": {**record()["settings"], "block_bits": 16}},
             r"differ in settings\.block_bits",

@@ -435,6 +435,21 @@ def test_mixed_float16_trains_under_loss_scaling(eager):
     assert model.net.layers[1].moving_mean.numpy().any()
 
 
+def test_the_loss_is_scaled_as_the_policy_of_the_network_says(eager):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        net = policy_net()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model = VariationalModel(net, block_size=5, seed=1)
+    model.compile("adam", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert {v.dtype for v in model.block_posterior.weights} == {"float32", "int32"}
+    again = VariationalModel.from_config(model.get_config())
+    assert again.dtype_policy.name == "mixed_float16"
+    assert again.block_posterior.dtype_policy.name == "float32"
+
+
 @pytest.mark.parametrize("mode", ["full", "list_of_layers"])
 def test_rematerialized_layers_are_refused(mode):
     options = {"layer_names": ["a"]} if mode == "list_of_layers" else {}

@@ -236,7 +236,6 @@ def test_progress_tells_the_time_left(done):
         ({"scale": 0.0}, "`scale` .*=0.0"),
         ({"scale": 2.0}, "`scale` .*=2.0"),
         ({"model": "vgg"}, "`model` must be one of .*'vgg'"),
-        ({"dtype_policy": "bf16"}, "'bf16' to a mixed precision DTypePolicy"),
         ({"seeds": ()}, "The grid is empty"),
         ({"parameterizations": ("mean",)}, "`parameterization` must be one of"),
         ({"block_sizes": (0,)}, "`block_size` must be"),
@@ -245,6 +244,24 @@ def test_progress_tells_the_time_left(done):
 def test_bad_studies(change, message):
     with pytest.raises(ValueError, match=message):
         Study("work", "digits", RECIPE, **change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dtype_policy": "bf16"}, "'bf16' to a mixed precision DTypePolicy"),
+        ({"dtype_policy": "int32"}, "`dtype_policy` must be .*'int32'"),
+        ({"dtype_policy": "int8_from_float32"}, "`dtype_policy` must be"),
+        ({"rules": {"three/kernel": "hash=2"}}, "three/kernel"),
+    ],
+)
+def test_what_would_fail_everywhere_is_said_at_once(small, tmp_path, change, message):
+    change["workdir"] = str(tmp_path)
+    lines = []
+    with pytest.raises(ValueError, match=message):
+        run_study(dataclasses.replace(small, **change), say=lines.append)
+    assert not lines
+    assert keras.config.dtype_policy().name == "float32"
 
 
 def test_the_papers_grid():

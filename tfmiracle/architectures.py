@@ -68,12 +68,20 @@ def new_network(
 ) -> keras.Model:
     """A network of `ARCHITECTURES` that computes as the Keras dtype policy says.
 
-    Sets all random seeds, on which its weights depend. Raises ValueError if there is no
-    such policy.
+    Sets all random seeds, on which its weights depend. Raises ValueError if the policy
+    is none that trains.
     """
+    policy = keras.dtype_policies.get(dtype_policy)
+    dtypes = policy.variable_dtype, policy.compute_dtype
+    quantized = isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy)
+    if quantized or not all("float" in (dtype or "") for dtype in dtypes):
+        raise ValueError(
+            "`dtype_policy` must be a Keras dtype policy of floating-point numbers. "
+            f"Received: dtype_policy={dtype_policy!r}"
+        )
     keras.utils.set_random_seed(seed % 2**32)
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(dtype_policy)
+    keras.config.set_dtype_policy(policy)
     try:
         return ARCHITECTURES[name](input_shape, num_classes)
     finally:

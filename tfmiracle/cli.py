@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(argv)
     except KeyboardInterrupt:
-        print("tfmiracle: interrupted, no file was written", file=sys.stderr)
+        print("tfmiracle: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
@@ -117,6 +118,8 @@ def _run(argv):
 def _import_tensorflow():
     """Imports TensorFlow without what it says about the GPUs that are not there."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # Each phase compiles steps of its own, of which TensorFlow warns.
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "wb") as devnull:
@@ -615,9 +618,11 @@ def _info(values, path):
             treatment = "coded"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"
+            reason = "it trains" if treatment == "coded" else "a rule"
             if in_scale[_scale(file, place)] < min(2, in_layer[_layer(name)]):
                 treatment += ", own scale"
-            reason = "it trains" if treatment == "coded" else "a rule"
+                if v.hash_factor == 1:  # the rule may name the rest of the layer
+                    reason = "a rule in its layer"
         variables.append(
             {
                 "name": name,

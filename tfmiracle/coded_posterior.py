@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import zlib
 
 import numpy as np
 
@@ -20,10 +21,12 @@ class CodedPosterior:
       loc: for each group of the file float32[num_effective], the mean of every
         effective weight in the order of the network (`WeightLayout.to_effective`).
       scale: likewise, the standard deviation.
+      indices_crc32: CRC-32 of the indices of the file it belongs to, or None.
     """
 
     loc: list[np.ndarray]
     scale: list[np.ndarray]
+    indices_crc32: int | None = None
 
     def write(self, path: str | os.PathLike, overwrite: bool = False) -> None:
         """Writes an `.npz` file, atomically.
@@ -34,6 +37,8 @@ class CodedPosterior:
         buffer = io.BytesIO()
         arrays = {f"loc_{g}": loc for g, loc in enumerate(self.loc)}
         arrays.update((f"scale_{g}", scale) for g, scale in enumerate(self.scale))
+        if self.indices_crc32 is not None:
+            arrays["indices_crc32"] = np.uint32(self.indices_crc32)
         np.savez(buffer, **arrays)
         write_atomically(path, buffer.getvalue(), overwrite)
 
@@ -48,7 +53,10 @@ class CodedPosterior:
         data = pathlib.Path(path).read_bytes()
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                names = archive.files
+                names = [name for name in archive.files if name != "indices_crc32"]
+                crc = None
+                if len(names) < len(archive.files):
+                    crc = int(archive["indices_crc32"])
                 groups = range(len(names) // 2)
                 loc = [np.asarray(archive[f"loc_{g}"]) for g in groups]
                 scale = [np.asarray(archive[f"scale_{g}"]) for g in groups]
@@ -72,10 +80,10 @@ class CodedPosterior:
             raise ValueError(
                 f"{path} is no posterior of tfmiracle: it needs scales above 0."
             )
-        return cls(loc, scale)
+        return cls(loc, scale, crc)
 
     def check_fits(self, file: MiracleFile) -> None:
-        """Raises a ValueError if this cannot be the posterior of `file`."""
+        """Raises a ValueError if this is not the posterior of `file`."""
         expected = [group.layout.num_effective for group in file.groups]
         for name, arrays in (("loc", self.loc), ("scale", self.scale)):
             sizes = [len(array) for array in arrays]
@@ -84,3 +92,16 @@ class CodedPosterior:
                     f"The posterior is not that of the file: `{name}` has {sizes} "
                     f"weights in its groups, the file {expected}."
                 )
+        if self.indices_crc32 not in (None, indices_crc32(file)):
+            raise ValueError(
+                "The posterior is not that of the file, but of one with other codes. "
+                "Give the one that was written with it."
+            )
+
+
+def indices_crc32(file: MiracleFile) -> int:
+    """CRC-32 of the indices of all groups, by which a posterior knows its file."""
+    crc = 0
+    for group in file.groups:
+        crc = zlib.crc32(group.indices.astype("<i8").tobytes(), crc)
+    return crc

@@ -75,6 +75,8 @@ class VariationalModel(keras.Model):
         **kwargs,
     ):
         # Inputs reach `net` as they are, which casts them as it does by itself.
+        # By its dtype policy `compile` decides whether the loss has to be scaled.
+        kwargs.setdefault("dtype", getattr(net, "dtype_policy", None))
         super().__init__(autocast=False, **kwargs)
         if not net.built:
             raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmiracle
-from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.miracle_file import CodedGroup, FileFormatError, MiracleFile
@@ -89,6 +89,7 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     return CodedPosterior(
         [loc.numpy() for loc, _ in loc_and_scale],
         [scale.numpy() for _, scale in loc_and_scale],
+        indices_crc32(to_file(model)),
     )
 
 

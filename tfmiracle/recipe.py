@@ -37,7 +37,7 @@ class Recipe:
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
       blocks_per_round: blocks coded between two stretches of fine-tuning.
-      finetune_steps: steps of such a stretch.
+      finetune_steps: steps of such a stretch; the next multiple of ten is taken.
       finetune_learning_rate: learning rate in fine-tuning, constant.
       recalibration_steps: batches from which the statistics of BatchNormalization are
         taken anew after coding; 0 leaves them as training left them.

@@ -62,15 +62,18 @@ def _cell(record):
     return record["block_size"], [*PARAMETERIZATIONS].index(record["parameterization"])
 
 
-_COMMON = ("scale", "model", "dtype_policy", "data")
+_COMMON = ("scale", "model", "dtype_policy", "data", "data_crc32")
 
 
 def _common(record):
     """What the runs of a study at one place of its grid have in common."""
-    found = {key: record[key] for key in _COMMON}
+    found = {key: record.get(key) for key in _COMMON}
     settings = record["settings"].items()
     found |= {f"settings.{key}": value for key, value in settings if key != "seed"}
     return {**found, "steps.train": record["steps"]["train"]}
+
+
+_DEFAULTS = {"dtype_policy": "float32", "histograms": {}, "pruning": {}}
 
 
 def read_record(path: pathlib.Path) -> dict:
@@ -82,7 +85,7 @@ def read_record(path: pathlib.Path) -> dict:
             f"{path} is no readable JSON: {error}. Remove it or run it again."
         ) from error
     if type(record) is dict:
-        record = {"histograms": {}, "pruning": {}, **record, "file": str(path)}
+        record = {**_DEFAULTS, **record, "file": str(path)}
     for place, kind in _RECORD.items():
         _check(f"{path}: record", record, place.split("."), kind)
     return record
@@ -141,6 +144,7 @@ _RECORD = {  # what a record must hold, by place: "*" is any key, "a|b" both
     "settings.block_bits": "an integer of at least 1",
     "settings.kl_bits": "a number of at least 0 or null",
     "sizes.payload_ratio": "a positive number",
+    "sizes.blocks": "an integer of at least 1",
     "errors.posterior_mean|posterior_sample|decoded": "a number from 0 to 1",
     "steps.train|total": "an integer of at least 0",
     "curve.phase": "a list of texts",

@@ -123,6 +123,10 @@ def _rounded(value):
     return value and round(value, 6)
 
 
+def _probability(p):
+    return f"p = {p:.2g}" if p >= 1e-6 else "p < 1e-6"
+
+
 def _percent(fraction):
     return f"{100 * fraction:.0f} %"
 
@@ -160,6 +164,7 @@ def _table1_cell(records, block_size, parameterization):
     first = records[0]
     in_paper = (first["model"], first["data"].lower()) == ("lenet5", "mnist")
     in_paper &= block_size in PAPER_ERRORS
+    in_paper &= all(r["settings"]["block_bits"] == 20 for r in found)
     paper = PAPER_ERRORS[block_size][parameterization] if in_paper else (None, None)
     difference = p_value = None
     if found and in_paper:
@@ -179,7 +184,7 @@ def _table1_cell(records, block_size, parameterization):
         "paper_error_percent": paper[0],
         "paper_standard_error_percent": paper[1],
         "difference_percent": _rounded(difference),
-        "p_value": _rounded(p_value),
+        "p_value": p_value,
         "blocks": sum(r["sizes"]["blocks"] for r in found),
         "blocks_over_budget": sum(sum(c["over_budget"]) for c in coding),
         "max_kl_bits": max(
@@ -231,7 +236,8 @@ def _table1_text(records, cells):
     first, empty = records[0], sum(not c["n"] for c in cells)
     compared = [c for c in cells if c["p_value"] is not None]
     differing = ", ".join(
-        f"{name(c)} ({c['difference_percent']:+.2f} points, p = {c['p_value']:.2g})"
+        f"{name(c)} ({c['difference_percent']:+.2f} points, "
+        f"{_probability(c['p_value'])})"
         for c in compared
         if c["p_value"] < SIGNIFICANCE
     )
@@ -245,8 +251,8 @@ def _table1_text(records, cells):
         f"Error of {first['model']} on the test set of {first['data']} after coding, "
         "mean ± standard error over n seeds. The paper's figures (Lin et al. 2023, "
         f"Table 1) are for LeNet-5 on MNIST over {PAPER_SEEDS} seeds.",
-        f"Scale of the study: {first['scale']:g}, where 1 is the paper's number of "
-        "optimizer steps. Iterations are those of variational training, before coding. "
+        f"Scale of the study, the fraction of its steps that were taken: "
+        f"{first['scale']:g}. Iterations are those of training, before coding. "
         f"Dtype policy of the network: {first['dtype_policy']}.",
         "Ratio: bytes of the float32 weights over bytes of the indices (payload).",
         any(c["n"] == 1 for c in cells) and "n/a: one seed has no standard error.",
@@ -297,7 +303,8 @@ def _convergence_text(table):
     rows = [["Block size"]]
     for name in names:
         rows[0] += [f"{name}, iterations", "of those trained", "converged"]
-    rows[0] += [ratio_of, *(f"{name}, to the same loss" for name in names), ratio_of]
+    rows[0] += [ratio_of, *(f"{name}, to the same loss" for name in names)]
+    rows[0] += ["seeds", ratio_of]
     for block_size, pair in _by_block_size(table):
         row = [str(block_size)]
         for cell in pair:
@@ -311,6 +318,7 @@ def _convergence_text(table):
             mean = cell["same_loss_iterations"]
             error = cell["same_loss_iterations_standard_error"]
             row.append(_plus_minus(mean, error, ",.0f"))
+        row.append(str(pair[0]["same_loss"]))
         rows.append([*row, _ratio(cell["same_loss_iterations"] for cell in pair)])
     trained = [f"{steps:,}" for steps in PAPER_STEPS.values()]
     ratio = _ratio(PAPER_STEPS.values())

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import pathlib
@@ -25,6 +26,7 @@ from tfmiracle.compression import CompressionResult, checksum, compress
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import write_atomically
+from tfmiracle.models import VariationalModel
 from tfmiracle.network import accuracy_of, to_network
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.pruning import STRATEGIES, pruned_networks
@@ -57,7 +59,9 @@ class Study:
       dtype_policy: Keras dtype policy of the network. With "mixed_bfloat16", which is
         faster on some processors, posteriors and coding are float32 all the same.
       scale: fraction of the steps, in all phases, to make a long study small. The
-        annealing of beta is as much faster, so that it covers the same range.
+        annealing of beta is as much faster, so that it covers the same range. (Steps
+        of fine-tuning are rounded up, see `Recipe`: choose a scale that leaves a
+        multiple of ten.)
       name: name of the data set in the records.
     """
 
@@ -85,7 +89,6 @@ class Study:
                 f"`model` must be one of {sorted(ARCHITECTURES)}. "
                 f"Received: model={self.model!r}"
             )
-        keras.dtype_policies.get(self.dtype_policy)  # ValueError if there is none
         if not self.cells():
             raise ValueError("The grid is empty: give at least one value of each kind.")
 
@@ -133,7 +136,8 @@ def run_study(
 
     Args:
       study: the study.
-      jobs: number of processes side by side, which share the cores.
+      jobs: number of processes side by side, which share the cores. How sums are
+        rounded, and so the results in detail, depends on the cores of a process.
       say: prints a line of progress, where there is one process; to standard error by
         default.
 
@@ -150,6 +154,7 @@ def run_study(
     checksums = checksum(_arrays(data))
     for path in sorted((pathlib.Path(study.workdir) / "records").glob("*.json")):
         _check_record(study, path, checksums)
+    _check_settings(study, data)
     if jobs == 1:
         failed = _work(study, data, say or _to_stderr)
     else:
@@ -164,11 +169,27 @@ def run_study(
     return {"total": len(cells), "done": done, "left": len(cells) - done}
 
 
+def _check_settings(study, data):
+    """Raises at once what would make every run fail."""
+    recipe = study.cells()[0]
+    VariationalModel(
+        _network(study, recipe, data),
+        block_size=recipe.block_size,
+        rules=study.rules,
+        **recipe.posterior_options(),
+    )
+
+
+def _network(study, recipe, data):
+    shape, classes = data.x_train.shape[1:], data.num_classes
+    return new_network(study.model, shape, classes, study.dtype_policy, recipe.seed)
+
+
 def _work_side_by_side(study, jobs):
     context = multiprocessing.get_context("spawn")
-    threads = max(1, usable_cores() // jobs)
     workers = [
-        context.Process(target=_worker, args=(study, threads)) for _ in range(jobs)
+        context.Process(target=_worker, args=(study, jobs, number), daemon=True)
+        for number in range(jobs)
     ]
     for worker in workers:
         worker.start()
@@ -178,7 +199,7 @@ def _work_side_by_side(study, jobs):
     return [f"{failed} of {jobs} processes"] if failed else []
 
 
-def _worker(study, threads):
+def _worker(study, jobs, number):
     """The whole of a process beside others; it fails if one of its runs does."""
 
     def stop_with_parent():
@@ -186,6 +207,12 @@ def _worker(study, threads):
         os._exit(1)
 
     threading.Thread(target=stop_with_parent, daemon=True).start()
+    threads = max(1, usable_cores() // jobs)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        mine = range(number * threads, (number + 1) * threads)
+        os.sched_setaffinity(0, {cores[i % len(cores)] for i in mine})
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     sys.exit(bool(_work(study, load_dataset(study.data), _to_stderr)))
@@ -257,13 +284,7 @@ def _work(study, data, say):
 def _run_cell(study, recipe, data: Dataset, folder, progress):
     # As in a new process: the names of layers are part of the file.
     keras.backend.clear_session()
-    net = new_network(
-        study.model,
-        data.x_train.shape[1:],
-        data.num_classes,
-        study.dtype_policy,
-        recipe.seed,
-    )
+    net = _network(study, recipe, data)
     progress.begin(recipe)
     result = compress(
         net,
@@ -364,8 +385,8 @@ def _histograms(file, posterior):
         sizes = [v.effective_size for v in file.groups[group].layout.variables]
         part = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
         values = {
-            "loc": posterior.loc[group][part],
-            "log_scale": np.log(posterior.scale[group][part]),
+            "loc": posterior.loc[group][part].astype(np.float64),
+            "log_scale": np.log(posterior.scale[group][part].astype(np.float64)),
         }
         histograms[name] = {}
         for key, value in values.items():
