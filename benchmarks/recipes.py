@@ -86,7 +86,8 @@ def run(name: str, seed: int, arguments) -> dict | None:
     settings += [] if arguments.test else [f"--validation_fraction={1 / 6}"]
     if arguments.dtype_policy:
         settings += [f"--dtype_policy={arguments.dtype_policy}"]
-    made_with = BASE.read_text().split("\n") + settings
+    base = [line for line in BASE.read_text().split("\n") if line.startswith("--")]
+    made_with = base + settings
     if path.exists():
         record = json.loads(path.read_text())
         if record["made_with"] != made_with:
@@ -126,7 +127,17 @@ def table(records: dict[str, list[dict]]) -> str:
         ]
         minutes = mean([r["seconds"] / 60 for r in runs], 1)
         rows.append([name, len(runs), *errors, minutes, runs[0]["file_bytes"]])
-    return markdown(titles, rows)
+    made = [r for runs in records.values() for r in runs]
+    sets = {r["evaluated_on"] for r in made}
+    flag = "--dtype_policy="
+    flags = {f for r in made for f in r["made_with"] if f.startswith(flag)}
+    machines = {f"{key} {value}" for r in made for key, value in r["machine"].items()}
+    notes = (
+        f"Error by stage, on the {' and '.join(sets)} set, mean ± standard error over "
+        "the seeds. `VARIANTS` in `benchmarks/recipes.py` says what each one changes. "
+        f"Made with {', '.join(sorted(flags | machines))}.\n"
+    )
+    return f"{notes}\n{markdown(titles, rows)}"
 
 
 def main():
