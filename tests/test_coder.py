@@ -274,7 +274,7 @@ def test_seeds_and_blocks_matter():
 
 
 def test_nothing_is_compiled_again(monkeypatch):
-    monkeypatch.setattr(coder, "_workers", lambda: 1)
+    monkeypatch.setattr(coder, "usable_cores", lambda: 1)
     loc, log_scale = posterior(1, 7)
     for seed, block in [(1, 2), (3, 4)]:
         MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
@@ -312,7 +312,7 @@ def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch)
     loc, log_scale = posterior(blocks, 7)
     found = []
     for cores in (1, 3, 8):
-        monkeypatch.setattr(coder, "_workers", lambda cores=cores: cores)
+        monkeypatch.setattr(coder, "usable_cores", lambda cores=cores: cores)
         ours = MinimalRandomCoder(16, SEED, codebook_name)
         found.append(ours.encode(np.arange(blocks), loc, log_scale))
     for other in found[1:]:
