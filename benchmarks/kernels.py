@@ -101,7 +101,8 @@ def encode_one(block_size: int) -> dict:
         np.pad(loc[0], padding),
         np.pad(np.exp(-log_scale[0]), padding, constant_values=1),
     ]
-    found = [np.empty(1 << BITS - 10, np.float32) for _ in range(2)]
+    leaves = (1 << BITS) // coder.leaf_size(BITS)
+    found = [np.empty(leaves, np.float32) for _ in range(2)]
     table, mean, inverse, means, maxima = (
         x.ctypes.data_as(ctypes.c_void_p) for x in (*arrays, *found)
     )

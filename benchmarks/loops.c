@@ -3,7 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define LEAF 1024
+#define LEAF 256 /* as in coder.py, for 2**20 candidates */
 
 typedef uint32_t words[4][LEAF];
 

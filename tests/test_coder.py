@@ -51,9 +51,10 @@ def reference_choice(the_coder, block, weights):
         return weights.argmax()
     words = philox.words(the_coder.seed, Domain.SELECTION, block, 4).astype(object)
     uniforms = [((words[i] << 32 | words[i + 1]) >> 11) / 2**53 for i in (0, 2)]
-    leaves = np.exp(weights - weights.max()).reshape(-1, min(1024, len(weights)))
+    size = coder.leaf_size(the_coder.block_bits)
+    leaves = np.exp(weights - weights.max()).reshape(-1, size)
     leaf = inverse_cdf(leaves.sum(1), uniforms[0])
-    return leaf * leaves.shape[1] + inverse_cdf(leaves[leaf], uniforms[1])
+    return leaf * size + inverse_cdf(leaves[leaf], uniforms[1])
 
 
 def run_eager(function, *arguments):
@@ -133,14 +134,14 @@ def test_encoding_is_that_of_the_enumeration(
 def test_shared_blocks_are_scored_together():
     """Or the tests of the shared codebook miss the matrix products."""
     the_coder = MinimalRandomCoder(BITS, SEED, "shared")
-    loc, log_scale = posterior(71, 7)
+    loc, log_scale = posterior(135, 7)
     log_scale[5] = -9
     sizes = [len(batch) for batch in the_coder._batches(loc, log_scale)]
-    assert sizes == [64] + 7 * [1]
+    assert sizes == [128] + 7 * [1]
     rows = np.concatenate(the_coder._batches(loc, log_scale))
-    assert sorted(rows) == list(range(71))
+    assert sorted(rows) == list(range(135))
     own = MinimalRandomCoder(BITS, SEED)
-    assert [len(batch) for batch in own._batches(loc, log_scale)] == 71 * [1]
+    assert [len(batch) for batch in own._batches(loc, log_scale)] == 135 * [1]
 
 
 def test_sample_follows_the_weights_and_the_posterior():
@@ -169,7 +170,7 @@ def test_sample_follows_the_weights_and_the_posterior():
 
 
 def test_the_seed_of_the_selection_is_independent_of_the_block():
-    uniforms = np.array([coder._uniforms(3, block) for block in range(2000)])
+    uniforms = coder._uniforms(3, np.arange(2000))
     assert scipy.stats.kstest(uniforms[:, 0], "uniform").pvalue > 1e-3
     assert scipy.stats.kstest(uniforms[:, 1], "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(uniforms.T)[0, 1]) < 4 / np.sqrt(2000)
@@ -278,7 +279,7 @@ def test_nothing_is_compiled_again(monkeypatch):
     loc, log_scale = posterior(1, 7)
     for seed, block in [(1, 2), (3, 4)]:
         MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
-    direct = coder._direct_pass(1 << BITS, 1)
+    direct = coder._direct_pass(1 << BITS, coder.leaf_size(BITS), 1)
     assert direct.experimental_get_tracing_count() == 1
 
 
@@ -290,20 +291,21 @@ def test_memory_does_not_grow_with_the_codebook(make_pass):
     """
     batch, coefficients = 1, [(16,), (16,), ()]
     if make_pass is coder._product_pass:
-        batch, coefficients = 64, [(64, 33)]
+        batch, coefficients = 128, [(128, 33)]
     inputs = [tf.zeros(2, tf.uint32), *[tf.zeros([], tf.uint32)] * 2, tf.constant(0)]
     inputs += [tf.zeros(shape) for shape in coefficients]
 
     def largest(bits):
-        run = make_pass.__wrapped__(1 << bits, 2)
+        leaf = coder.leaf_size(bits)
+        run = make_pass.__wrapped__(1 << bits, leaf, 2)
         program = run.experimental_get_compiler_ir(*inputs)(stage="hlo")
         assert not re.search(r"\b(infeed|outfeed|send|recv|custom-call)\b", program)
         shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)
         sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in shapes]
-        results = batch * (1 << bits) // coder.LEAF
+        results = batch * (1 << bits) // leaf
         return max(size for size in sizes if size != results)
 
-    assert largest(14) == largest(20) <= 1 << 18
+    assert largest(14) == largest(22) <= 1 << 19
 
 
 @CODEBOOKS

@@ -6,9 +6,9 @@ r = dQ/dP of the candidate (Havasi, Peharz and Hernández-Lobato, "Minimal rando
 learning", ICLR 2019), or takes the candidate of largest weight.
 
 The K weights are never held together. A compiled pass over the codebook keeps two
-numbers for each leaf of 1024 consecutive candidates: the mean of their weights and the
-largest. NumPy chooses a leaf from these, computes its candidates as the decoder does,
-weighs them in float64 and chooses one.
+numbers for each leaf, some hundred consecutive candidates: the mean of their weights
+and the largest. NumPy chooses a leaf from these, computes its candidates as the decoder
+does, weighs them in float64 and chooses one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,10 +36,9 @@ from tfmiracle.philox import Domain
 
 SELECTIONS = ("sample", "largest_weight")
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
-LEAF = 1 << 10
 
 _LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
-_PRODUCT_BLOCKS = 64  # blocks scored by one matrix product, padded to this number
+_PRODUCT_BLOCKS = (64, 128)  # scored by one matrix product, padded to one of these
 _PRODUCT_MIN = 8  # blocks from which that is faster than one after the other
 _PRODUCT_CONDITION = 1 << 14  # see _condition; keeps log weights to about 1e-3 nats
 
@@ -139,12 +137,16 @@ class MinimalRandomCoder:
             means, maxima = self._leaves(
                 blocks[rows], loc[rows], log_scale[rows], parts, map
             )
-            for n, row in enumerate(rows):
+            # Their leaves at a time, in pieces that stay in the cache of a core.
+            some = max(1, (1 << 18) // (leaf_size(self.block_bits) * loc.shape[1]))
+            for start in range(0, len(rows), some):
+                part = slice(start, start + some)
                 chosen = self._choose(
-                    blocks[row], loc[row], log_scale[row], means[n], maxima[n]
+                    *(x[rows[part]] for x in (blocks, loc, log_scale)),
+                    *(x[part] for x in (means, maxima)),
                 )
-                for array, value in zip(result, chosen, strict=True):
-                    array[row] = value
+                for array, values in zip(result, chosen, strict=True):
+                    array[rows[part]] = values
 
         # XLA runs the loops of a pass on one core. Several batches run side by side;
         # if there are too few of them, each scans parts of the codebook side by side.
@@ -181,8 +183,8 @@ class MinimalRandomCoder:
         # A GPU may round products to TensorFloat-32, and does well without them.
         if self.codebook == "shared" and not _on_gpu():
             rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
-            for start in range(0, len(rows), _PRODUCT_BLOCKS):
-                batch = rows[start : start + _PRODUCT_BLOCKS]
+            for start in range(0, len(rows), _PRODUCT_BLOCKS[-1]):
+                batch = rows[start : start + _PRODUCT_BLOCKS[-1]]
                 if len(batch) >= _PRODUCT_MIN:
                     batches.append(batch)
                     alone[batch] = False
@@ -202,7 +204,7 @@ class MinimalRandomCoder:
         """
         domain, streams = self._address(blocks)
         # Whole calls of Philox, and for products whole batches.
-        count = 1 if len(blocks) == 1 else _PRODUCT_BLOCKS
+        count = next(n for n in (1, *_PRODUCT_BLOCKS) if n >= len(blocks))
         padding = [(0, count - len(blocks)), (0, -loc.shape[1] % PER_CALL)]
         loc, log_scale = (
             np.pad(x.astype(np.float64), padding) for x in (loc, log_scale)
@@ -219,7 +221,7 @@ class MinimalRandomCoder:
                 np.hstack([0.5 * (1 - precision), loc * precision, constant[:, None]]),
             )
         size = (1 << self.block_bits) // parts
-        scan = make(size, loc.shape[1] // PER_CALL)
+        scan = make(size, leaf_size(self.block_bits), loc.shape[1] // PER_CALL)
         key = tf.constant(philox.split_seed(self.seed), tf.uint32)
         stream, domain = (tf.constant(x, tf.uint32) for x in (streams[0], domain))
         inputs = [tf.constant(x, tf.float32) for x in inputs]
@@ -229,35 +231,45 @@ class MinimalRandomCoder:
 
         firsts = [tf.constant(size * part) for part in range(parts)]
         means, maxima = zip(*map(scan_part, firsts))
-        return np.concatenate(means, axis=1), np.concatenate(maxima, axis=1)
+        means, maxima = (np.concatenate(x, axis=1) for x in (means, maxima))
+        return means[: len(blocks)], maxima[: len(blocks)]
 
     def _choose(
         self,
-        block: np.uint32,
+        blocks: np.ndarray,
         loc: np.ndarray,
         log_scale: np.ndarray,
         means: np.ndarray,
         maxima: np.ndarray,
-    ) -> tuple[int, float, float]:
-        """Returns index, log weight and log evidence of a block."""
-        uniforms = _uniforms(self.seed, block)
-        means = means.astype(np.float64)
-        size = min(LEAF, 1 << self.block_bits)
-        leaf = size * self._select(means, maxima, uniforms[0])
-        indices = np.arange(leaf, leaf + size, dtype=np.uint32)
-        domain, streams = self._address(np.full(size, block))
-        z = normals(self.seed, domain, streams, indices, len(loc)).astype(np.float64)
-        t = (z - loc) * np.exp(-log_scale.astype(np.float64))
-        weights = 0.5 * ((z - t) * (z + t)).sum(1) - log_scale.sum(dtype=np.float64)
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns index, log weight and log evidence of each block, `[B]` each."""
+        loc, log_scale, means = (x.astype(np.float64) for x in (loc, log_scale, means))
+        uniforms = _uniforms(self.seed, blocks)
+        size, row = leaf_size(self.block_bits), np.arange(len(blocks))
+        leaf = self._select(means, maxima, uniforms[:, 0])
+        indices = (size * leaf[:, np.newaxis] + np.arange(size)).astype(np.uint32)
+        domain, streams = self._address(np.repeat(blocks, size))
+        z = normals(self.seed, domain, streams, indices.reshape(-1), loc.shape[1])
+        z = z.astype(np.float64).reshape(*indices.shape, -1)
+        t = (z - loc[:, np.newaxis]) * np.exp(-log_scale)[:, np.newaxis]
+        weights = 0.5 * ((z - t) * (z + t)).sum(2) - log_scale.sum(1, keepdims=True)
         weights = np.maximum(weights, _LOWEST)
-        chosen = self._select(weights, weights, uniforms[1])
-        log_evidence = np.logaddexp.reduce(means) - math.log(len(means))
-        return indices[chosen], weights[chosen], log_evidence
+        chosen = self._select(weights, weights, uniforms[:, 1])
+        top = means.max(1)
+        log_evidence = top + np.log(np.exp(means - top[:, np.newaxis]).mean(1))
+        return indices[row, chosen], weights[row, chosen], log_evidence
 
-    def _select(self, means: np.ndarray, maxima: np.ndarray, uniform: float) -> int:
+    def _select(
+        self, means: np.ndarray, maxima: np.ndarray, uniforms: np.ndarray
+    ) -> np.ndarray:
         if self.selection == "largest_weight":
-            return int(np.argmax(maxima))
-        return _inverse_cdf(means, uniform)
+            return np.argmax(maxima, axis=1)
+        return _inverse_cdf(means, uniforms)
+
+
+def leaf_size(block_bits: int) -> int:
+    """Candidates of a leaf: few, to choose quickly, but never many leaves."""
+    return 1 << min(block_bits, max(8, min(block_bits - 14, 12)))
 
 
 def _checked(
@@ -306,15 +318,24 @@ def _condition(loc: np.ndarray, log_scale: np.ndarray) -> np.ndarray:
     return (t * (t + 1)).sum(1)
 
 
-def _uniforms(seed: int, block: np.uint32) -> np.ndarray:
-    """Returns a block's two random numbers of 53 bits in [0, 1)."""
-    words = philox.words(seed, Domain.SELECTION, block, 4).astype(np.uint64)
-    return ((words[::2] << np.uint64(32) | words[1::2]) >> np.uint64(11)) * 2.0**-53
+def _uniforms(seed: int, blocks: np.ndarray) -> np.ndarray:
+    """Returns two random numbers of 53 bits in [0, 1) for each block, `[B, 2]`."""
+    words = philox.words(seed, Domain.SELECTION, blocks, 4).astype(np.uint64)
+    high, low = words[:, ::2] << np.uint64(32), words[:, 1::2]
+    return ((high | low) >> np.uint64(11)) * 2.0**-53
 
 
-def _inverse_cdf(log_weights: np.ndarray, uniform: float) -> int:
-    cumulative = np.cumsum(np.exp(log_weights - log_weights.max()))
-    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+def _inverse_cdf(log_weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """Returns for each row the first index whose cumulative weight is above its share.
+
+    Args:
+      log_weights: float64 `[B, N]`, in nats.
+      uniforms: float64 `[B]`, from 0 to 1, exclusive.
+    """
+    top = log_weights.max(1, keepdims=True)
+    cumulative = np.cumsum(np.exp(log_weights - top), axis=1)
+    share = uniforms * cumulative[:, -1]
+    return (cumulative <= share[:, np.newaxis]).sum(1)
 
 
 def _on_gpu() -> bool:
@@ -335,7 +356,7 @@ def usable_cores() -> int:
 
 
 @functools.cache
-def _direct_pass(size: int, calls: int) -> Callable:
+def _direct_pass(size: int, leaf: int, calls: int) -> Callable:
     """Returns the pass over `size` candidates for one block, whatever its Q.
 
     Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, the first
@@ -369,7 +390,7 @@ def _direct_pass(size: int, calls: int) -> Callable:
         def reduce_chunk(first):
             steps = first + tf.range(0, chunk, step)
             x = tf.map_fn(log_weights, steps, fn_output_signature=tf.float32)
-            return _reduce_leaves(tf.reshape(x, [1, chunk]))
+            return _reduce_leaves(tf.reshape(x, [1, chunk]), leaf)
 
         return _for_each_chunk(reduce_chunk, first, size, chunk)
 
@@ -377,8 +398,8 @@ def _direct_pass(size: int, calls: int) -> Callable:
 
 
 @functools.cache
-def _product_pass(size: int, calls: int) -> Callable:
-    """Returns the pass over `size` candidates for B = 64 blocks that share them.
+def _product_pass(size: int, leaf: int, calls: int) -> Callable:
+    """Returns the pass over `size` candidates for B blocks that share them.
 
     Its arguments are those of `_direct_pass` up to the first candidate, then the
     coefficients of z**2, z and 1 in the log weights, float32 `[B, 16 * calls + 1]`. It
@@ -396,7 +417,7 @@ def _product_pass(size: int, calls: int) -> Callable:
             )
             z = tf.reshape(tf.stack(z, axis=1), [calls * PER_CALL, chunk])
             powers = tf.concat([z * z, z, tf.ones([1, chunk])], axis=0)
-            return _reduce_leaves(tf.matmul(coefficients, powers))
+            return _reduce_leaves(tf.matmul(coefficients, powers), leaf)
 
         return _for_each_chunk(reduce_chunk, first, size, chunk)
 
@@ -415,9 +436,9 @@ def _for_each_chunk(reduce_chunk, first, size, chunk):
     )
 
 
-def _reduce_leaves(x):
+def _reduce_leaves(x, leaf):
     """Returns log mean and maximum of exp(x) in each leaf of x `[B, candidates]`."""
-    x = tf.reshape(x, [x.shape[0], -1, min(LEAF, x.shape[1])])
+    x = tf.reshape(x, [x.shape[0], -1, leaf])
     top = tf.reduce_max(x, -1)
     return top + tf.math.log(tf.reduce_mean(tf.exp(x - top[..., tf.newaxis]), -1)), top
 
