@@ -1,5 +1,6 @@
 """The posterior Q over the effective weights, in blocks, and what is fixed of it."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -97,9 +98,7 @@ class BlockPosterior(keras.layers.Layer):
         )
         with tf.init_scope():
             self._tables = _Tables(layout)
-        # Sampling and hashing are many small element-wise operations, which XLA fuses.
-        # The network around them stays outside: on a CPU, XLA slows convolutions down.
-        self._compiled_values = tf.function(self._values, jit_compile=True)
+        self._compiled_values = _compiled(self._values)
         self.built = True
 
     @property
@@ -183,26 +182,30 @@ class BlockPosterior(keras.layers.Layer):
           sample: whether to draw them from Q; by default they are its mean. Fixed
             blocks have their decoded values in any case.
         """
-        noise = None
+        state = [tf.convert_to_tensor(self._candidates), self._is_fixed()]
         if sample:
-            noise = keras.random.normal(
-                self.block_shape, dtype="float32", seed=self.noise_seed
+            state.append(
+                keras.random.normal(
+                    self.block_shape, dtype="float32", seed=self.noise_seed
+                )
             )
         return self._compiled_values(
-            [tf.convert_to_tensor(p) for p in self._parameters()],
-            self._log_scale(),
-            self._scale(),
-            tf.convert_to_tensor(self._candidates),
-            tf.convert_to_tensor(self.indices) >= 0,
-            noise,
+            [*map(tf.convert_to_tensor, self._parameters())]
+            + [self._log_scale(), self._scale()],
+            state,
         )
 
-    def _values(self, parameters, log_scale, scale, candidates, fixed, noise):
+    def _is_fixed(self):
+        return tf.convert_to_tensor(self.indices) >= 0
+
+    def _values(self, trained, state):
+        *parameters, log_scale, scale = trained
+        candidates, fixed, *noise = state
         tables = self._tables
         loc, log_ratio = self._standardize(
             parameters, _of_slot(log_scale, tables.scale_index), tables.mask
         )
-        z = loc if noise is None else loc + tf.exp(log_ratio) * noise
+        z = loc + tf.exp(log_ratio) * noise[0] if noise else loc
         z = tf.where(fixed[:, None], candidates, z)
         return tables.expand(_of_slot(scale, tables.scale_index) * z)
 
@@ -465,7 +468,7 @@ class MeanVarPosterior(BlockPosterior):
         self.initial_beta = float(beta)
         self.beta_rate = float(beta_rate)
         self.beta = self._add("beta", (layout.num_blocks,), True, beta)
-        self._compiled_penalty = tf.function(self._penalty, jit_compile=True)
+        self._compiled_penalty = _compiled(self._penalty)
 
     def _create_parameters(self):
         self.loc = self._add("loc", self.block_shape)
@@ -496,16 +499,16 @@ class MeanVarPosterior(BlockPosterior):
         # the losses when the outermost layer is called.
         if training and not self._losses:
             penalty, beta = self._compiled_penalty(
-                [tf.convert_to_tensor(p) for p in self._parameters()],
-                self._log_scale(),
-                tf.convert_to_tensor(self.indices) >= 0,
-                tf.convert_to_tensor(self.beta),
+                [*map(tf.convert_to_tensor, self._parameters()), self._log_scale()],
+                [self._is_fixed(), tf.convert_to_tensor(self.beta)],
             )
             self.add_loss(penalty)
             self.beta.assign(beta)
         return super().call(training)
 
-    def _penalty(self, parameters, log_scale, fixed, beta):
+    def _penalty(self, trained, state):
+        *parameters, log_scale = trained
+        fixed, beta = state
         tables = self._tables
         q = self._standardize(
             parameters, _of_slot(log_scale, tables.scale_index), tables.mask
@@ -618,6 +621,39 @@ def _check_positive(**numbers):
             )
 
 
+def _compiled(function):
+    """Compiles `function(trained, state)` with XLA, and its gradient by `trained`.
+
+    Sampling and hashing are many small element-wise operations, which XLA fuses. The
+    network around them stays outside: on a CPU, XLA slows convolutions down.
+
+    The gradient computes the function anew. Differentiated by TensorFlow, the compiled
+    function would return a copy of all that the gradient needs, its own arguments and
+    constants included, and that takes longer.
+    """
+    forward = tf.function(function, jit_compile=True)
+
+    @tf.function(jit_compile=True)
+    def backward(trained, state, upstream):
+        with tf.GradientTape() as tape:
+            tape.watch(trained)
+            result = function(trained, state)
+        return tape.gradient(result, trained, upstream)
+
+    @functools.wraps(function)
+    def call(trained, state):
+        @tf.custom_gradient
+        def differentiable(*trained):
+            def gradient(*upstream):
+                return backward(list(trained), state, list(upstream))
+
+            return tuple(forward(list(trained), state)), gradient
+
+        return list(differentiable(*trained))
+
+    return call
+
+
 # The gradients that tf.gather and tf.split have inside a function make XLA compile a
 # training step anew each time. Those written here do not.
 
@@ -635,6 +671,23 @@ def _of_slot(scale: tf.Tensor, scale_index: tf.Tensor) -> tf.Tensor:
     return gather(scale)
 
 
+def _signed_gather(x: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+    """[n] -> x[index] where the index is not negative, -x[-1 - index] elsewhere."""
+    minus = index < 0
+    place = tf.where(minus, -1 - index, index)
+
+    @tf.custom_gradient
+    def gather(x):
+        def gradient(upstream):
+            signed = tf.where(minus, -upstream, upstream)
+            return tf.math.unsorted_segment_sum(signed, place, x.shape[0])
+
+        values = tf.gather(x, place)
+        return tf.where(minus, -values, values), gradient
+
+    return gather(x)
+
+
 class _Tables:
     """The layout as tensors, with gradients that need no scatter where none is due."""
 
@@ -647,7 +700,7 @@ class _Tables:
         self._weight_of_slot = tf.constant(of_slot, tf.int32)
         self._variables = layout.variables
         self._hashing = {
-            i: (tf.constant(index, tf.int32), tf.constant(sign))
+            i: tf.constant(np.where(sign > 0, index, -1 - index), tf.int32)
             for i, v in enumerate(layout.variables)
             if v.hash_factor > 1
             for index, sign in [layout.hashing(i)]
@@ -674,8 +727,8 @@ class _Tables:
             return tf.split(flat, sizes), lambda *upstream: tf.concat(upstream, 0)
 
         parts = split(self.to_effective(blocks))
-        for i, (index, sign) in self._hashing.items():
-            parts[i] = tf.gather(parts[i], index) * sign
+        for i, index in self._hashing.items():
+            parts[i] = _signed_gather(parts[i], index)
         return [
             tf.reshape(part, v.shape)
             for part, v in zip(parts, self._variables, strict=True)
