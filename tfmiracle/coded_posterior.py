@@ -5,6 +5,7 @@ import io
 import os
 import pathlib
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -92,16 +93,17 @@ class CodedPosterior:
                     f"The posterior is not that of the file: `{name}` has {sizes} "
                     f"weights in its groups, the file {expected}."
                 )
-        if self.indices_crc32 not in (None, indices_crc32(file)):
+        crc = indices_crc32(group.indices for group in file.groups)
+        if self.indices_crc32 not in (None, crc):
             raise ValueError(
                 "The posterior is not that of the file, but of one with other codes. "
                 "Give the one that was written with it."
             )
 
 
-def indices_crc32(file: MiracleFile) -> int:
+def indices_crc32(groups: Iterable[np.ndarray]) -> int:
     """CRC-32 of the indices of all groups, by which a posterior knows its file."""
     crc = 0
-    for group in file.groups:
-        crc = zlib.crc32(group.indices.astype("<i8").tobytes(), crc)
+    for indices in groups:
+        crc = zlib.crc32(indices.astype("<i8").tobytes(), crc)
     return crc

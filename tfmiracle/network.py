@@ -85,11 +85,12 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
 
 def coded_posterior(model: keras.Model) -> CodedPosterior:
     """Q of every effective weight of a model, beside its file; see `to_file`."""
-    loc_and_scale = [p.loc_and_scale() for p, _ in _coded_parts(model)]
+    parts = [posterior for posterior, _ in _coded_parts(model)]
+    loc, scale = zip(*(posterior.loc_and_scale() for posterior in parts))
     return CodedPosterior(
-        [loc.numpy() for loc, _ in loc_and_scale],
-        [scale.numpy() for _, scale in loc_and_scale],
-        indices_crc32(to_file(model)),
+        [x.numpy() for x in loc],
+        [x.numpy() for x in scale],
+        indices_crc32(keras.ops.convert_to_numpy(p.indices) for p in parts),
     )
 
 
