@@ -13,6 +13,7 @@ from keras import layers
 import tfmiracle
 from tfmiracle.layers import MeanKLLayer
 from tfmiracle.models import posteriors
+from tfmiracle.posterior import BlockPosterior
 
 LN2 = math.log(2)
 
@@ -462,6 +463,29 @@ def test_users_may_subclass(tmp_path, eager):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert isinstance(loaded.layers[0], Doubled)
     np.testing.assert_array_equal(loaded(x), model(x))
+
+
+def test_embeddings_are_not_compiled_for_each_length(monkeypatch):
+    values, traces = BlockPosterior._values, []
+
+    def traced(*arguments):
+        traces.append(arguments)
+        return values(*arguments)
+
+    monkeypatch.setattr(BlockPosterior, "_values", traced)
+    model = keras.Sequential(
+        [
+            layers.Input((None,), dtype="int32"),
+            tfmiracle.MeanKLEmbedding(11, 4, block_size=5),
+            layers.GlobalAveragePooling1D(),
+        ]
+    )
+    model.compile("sgd", "mse")
+    count = []
+    for length in range(3, 8):
+        model.train_on_batch(np.ones((2, length), np.int32), np.zeros((2, 4)))
+        count.append(len(traces))
+    assert count == 5 * count[:1]
 
 
 # Errors.

@@ -1,6 +1,8 @@
 """The posterior over blocks: its numbers, its gradients, and what fixing does."""
 
+import gc
 import math
+import weakref
 
 import keras
 import mpmath as mp
@@ -637,6 +639,26 @@ def test_deterministic_values_are_the_variables(eager):
     np.testing.assert_allclose(
         gradient, 2 * count * posterior.loc.numpy(), rtol=1e-5, atol=1e-7
     )
+
+
+def test_a_trained_posterior_can_be_forgotten():
+    """Although TensorFlow keeps every gradient that it was given for a graph."""
+
+    def trained():
+        posterior = random_posterior()
+
+        @tf.function
+        def gradient():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(posterior(training=True)[0])
+            return tape.gradient(loss, posterior.tau)
+
+        assert np.any(gradient())
+        return weakref.ref(posterior)
+
+    alive = trained()
+    gc.collect()
+    assert alive() is None
 
 
 def test_smallest_layouts(eager):

@@ -137,8 +137,9 @@ class MinimalRandomCoder:
             means, maxima = self._leaves(
                 blocks[rows], loc[rows], log_scale[rows], parts, map
             )
-            # Their leaves at a time, in pieces that stay in the cache of a core.
-            some = max(1, (1 << 18) // (leaf_size(self.block_bits) * loc.shape[1]))
+            # Some at a time, whose numbers stay in the cache of a core.
+            numbers = leaf_size(self.block_bits) * loc.shape[1] + means.shape[1]
+            some = max(1, (1 << 18) // numbers)
             for start in range(0, len(rows), some):
                 part = slice(start, start + some)
                 chosen = self._choose(
@@ -268,8 +269,8 @@ class MinimalRandomCoder:
 
 
 def leaf_size(block_bits: int) -> int:
-    """Candidates of a leaf: few, to choose quickly, but never many leaves."""
-    return 1 << min(block_bits, max(8, min(block_bits - 14, 12)))
+    """Candidates of a leaf: 256, or as many as leave no more than 2**16 leaves."""
+    return 1 << min(block_bits, max(8, block_bits - 16))
 
 
 def _checked(
@@ -330,7 +331,7 @@ def _inverse_cdf(log_weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
 
     Args:
       log_weights: float64 `[B, N]`, in nats.
-      uniforms: float64 `[B]`, from 0 to 1, exclusive.
+      uniforms: float64 `[B]`, in [0, 1).
     """
     top = log_weights.max(1, keepdims=True)
     cumulative = np.cumsum(np.exp(log_weights - top), axis=1)

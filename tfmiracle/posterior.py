@@ -1,7 +1,7 @@
 """The posterior Q over the effective weights, in blocks, and what is fixed of it."""
 
-import functools
 import math
+import weakref
 from collections.abc import Sequence
 
 import keras
@@ -182,17 +182,15 @@ class BlockPosterior(keras.layers.Layer):
           sample: whether to draw them from Q; by default they are its mean. Fixed
             blocks have their decoded values in any case.
         """
-        state = [tf.convert_to_tensor(self._candidates), self._is_fixed()]
+        noise = None
         if sample:
-            state.append(
-                keras.random.normal(
-                    self.block_shape, dtype="float32", seed=self.noise_seed
-                )
+            noise = keras.random.normal(
+                self.block_shape, dtype="float32", seed=self.noise_seed
             )
+        parameters = map(tf.convert_to_tensor, self._parameters())
         return self._compiled_values(
-            [*map(tf.convert_to_tensor, self._parameters())]
-            + [self._log_scale(), self._scale()],
-            state,
+            [*parameters, self._log_scale(), self._scale()],
+            [tf.convert_to_tensor(self._candidates), self._is_fixed(), noise],
         )
 
     def _is_fixed(self):
@@ -200,12 +198,12 @@ class BlockPosterior(keras.layers.Layer):
 
     def _values(self, trained, state):
         *parameters, log_scale, scale = trained
-        candidates, fixed, *noise = state
+        candidates, fixed, noise = state
         tables = self._tables
         loc, log_ratio = self._standardize(
             parameters, _of_slot(log_scale, tables.scale_index), tables.mask
         )
-        z = loc + tf.exp(log_ratio) * noise[0] if noise else loc
+        z = loc if noise is None else loc + tf.exp(log_ratio) * noise
         z = tf.where(fixed[:, None], candidates, z)
         return tables.expand(_of_slot(scale, tables.scale_index) * z)
 
@@ -498,8 +496,9 @@ class MeanVarPosterior(BlockPosterior):
         # Once a step, also where a layer is called several times in it: Keras forgets
         # the losses when the outermost layer is called.
         if training and not self._losses:
+            parameters = map(tf.convert_to_tensor, self._parameters())
             penalty, beta = self._compiled_penalty(
-                [*map(tf.convert_to_tensor, self._parameters()), self._log_scale()],
+                [*parameters, self._log_scale()],
                 [self._is_fixed(), tf.convert_to_tensor(self.beta)],
             )
             self.add_loss(penalty)
@@ -621,35 +620,41 @@ def _check_positive(**numbers):
             )
 
 
-def _compiled(function):
-    """Compiles `function(trained, state)` with XLA, and its gradient by `trained`.
+def _compiled(method):
+    """Compiles `method(trained, state)` with XLA, and its gradient by `trained`.
 
     Sampling and hashing are many small element-wise operations, which XLA fuses. The
     network around them stays outside: on a CPU, XLA slows convolutions down.
 
-    The gradient computes the function anew. Differentiated by TensorFlow, the compiled
+    The gradient computes the method anew. Differentiated by TensorFlow, the compiled
     function would return a copy of all that the gradient needs, its own arguments and
-    constants included, and that takes longer.
+    constants included, and that takes longer. There is no gradient by `state`.
     """
-    forward = tf.function(function, jit_compile=True)
+    method = weakref.WeakMethod(method)  # TensorFlow never forgets a custom gradient
+
+    @tf.function(jit_compile=True)
+    def forward(trained, state):
+        return method()(trained, state)
 
     @tf.function(jit_compile=True)
     def backward(trained, state, upstream):
         with tf.GradientTape() as tape:
             tape.watch(trained)
-            result = function(trained, state)
+            result = method()(trained, state)
         return tape.gradient(result, trained, upstream)
 
-    @functools.wraps(function)
     def call(trained, state):
         @tf.custom_gradient
-        def differentiable(*trained):
+        def differentiable(*trained):  # these, or there are no second derivatives
             def gradient(*upstream):
-                return backward(list(trained), state, list(upstream))
+                # What a network gathers from, as an Embedding does, has a sparse
+                # gradient, for each size of which XLA would compile.
+                upstream = [tf.convert_to_tensor(u) for u in upstream]
+                return backward(trained, state, upstream)
 
-            return tuple(forward(list(trained), state)), gradient
+            return forward(trained, state), gradient
 
-        return list(differentiable(*trained))
+        return differentiable(*trained)
 
     return call
 
@@ -699,6 +704,7 @@ class _Tables:
         of_slot[layout.slots] = np.arange(layout.num_effective)
         self._weight_of_slot = tf.constant(of_slot, tf.int32)
         self._variables = layout.variables
+        # Sign and place of each entry in one number, see `_signed_gather`.
         self._hashing = {
             i: tf.constant(np.where(sign > 0, index, -1 - index), tf.int32)
             for i, v in enumerate(layout.variables)
