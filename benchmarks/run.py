@@ -4,7 +4,8 @@
 
 Needs gcc. A row is measured in a process of its own, everything in it within that one
 process and in turns; take the ratios, and leave the machine alone meanwhile. Writes
-`benchmarks.json` and `benchmarks.md`. `networks.py` is apart: it takes hours.
+`benchmarks.json` and `benchmarks.md`; rows that are there already, of the same machine
+and versions, stay. `networks.py` is apart: it takes hours.
 """
 
 import argparse
@@ -78,12 +79,17 @@ def main():
     flags = parser.parse_args()
     flags.output.mkdir(parents=True, exist_ok=True)
     figures, machine = {}, in_a_process_of_its_own(timing.machine)
+    path = flags.output / "benchmarks.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+        figures = found["figures"] if found["machine"] == machine else {}
     for name in ROWS:
         if flags.only in name:
             figures[name] = in_a_process_of_its_own(measure, name)
             print(*cells(name, figures[name]), sep=" | ", flush=True)
+            figures = {row: figures[row] for row in ROWS if row in figures}
             record = json.dumps({"machine": machine, "figures": figures}, indent=1)
-            (flags.output / "benchmarks.json").write_text(record + "\n")
+            path.write_text(record + "\n")
             (flags.output / "benchmarks.md").write_text(table(figures, machine))
 
 
