@@ -322,6 +322,14 @@ def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch)
             np.testing.assert_array_equal(here, there)
 
 
+@CODEBOOKS
+def test_only_candidates_that_exist_are_decoded(codebook_name):
+    the_coder = MinimalRandomCoder(4, SEED, codebook_name)
+    assert the_coder.decode([5], [15], 3).shape == (1, 3)
+    with pytest.raises(ValueError, match=r"indices holds 16; .* from 0 to 15"):
+        the_coder.decode([5, 6], [15, 16], 3)
+
+
 def test_no_blocks():
     encoded = MinimalRandomCoder(BITS, SEED).encode([], *np.zeros((2, 0, 7)))
     assert [array.shape for array in encoded] == [(0,), (0,), (0,)]

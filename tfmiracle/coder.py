@@ -167,7 +167,17 @@ class MinimalRandomCoder:
         """Returns the candidates at `indices`: float32 `[B, D]`, standard normal.
 
         The same as `tfmiracle.codebook.candidates`, which needs no TensorFlow.
+
+        Raises:
+          ValueError: an argument is out of range, or shapes do not fit.
         """
+        indices = philox.as_uint32("indices", indices)
+        last = (1 << self.block_bits) - 1
+        if indices.size and indices.max() > last:
+            raise ValueError(
+                f"indices holds {indices.max()}; with block_bits = {self.block_bits}, "
+                f"pass integers from 0 to {last}."
+            )
         shared = self.codebook == "shared"
         return candidates(self.seed, blocks, indices, block_size, shared)
 
