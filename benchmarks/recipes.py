@@ -39,6 +39,9 @@ VARIANTS = {
     "quick": {},
     "twice the steps": {"steps": (4000, 12000, 180)},
     "four times the steps": {"steps": (8000, 24000, 360)},
+    "twice the fine-tuning": {"steps": (2000, 6000, 180)},
+    "four times the fine-tuning": {"steps": (2000, 6000, 360)},
+    "three times the training, twice the fine-tuning": {"steps": (2000, 18000, 180)},
     "batches of 32": {"batch_size": 32, "steps": (3200, 9600, 140)},
     "batches of 128": {"batch_size": 128, "steps": (1400, 4200, 60)},
     "batches of 200": {"batch_size": 200, "steps": (1000, 3000, 45)},
@@ -104,7 +107,7 @@ def run(name: str, seed: int, arguments) -> dict | None:
         print(f"failed, see {runs / stem}.log", flush=True)
         return None
     found = json.loads(done.stdout)
-    keys = ("errors", "evaluated_on", "seconds", "file_bytes", "payload_bytes")
+    keys = ("errors", "losses", "evaluated_on", "seconds", "file_bytes")
     record = {key: found[key] for key in keys}
     record |= {"machine": machine(), "made_with": made_with}
     text = json.dumps(record, indent=1) + "\n"
@@ -113,7 +116,8 @@ def run(name: str, seed: int, arguments) -> dict | None:
 
 
 def table(records: dict[str, list[dict]]) -> str:
-    titles = ["", "seeds", *(f"{stage}, %" for stage in STAGES), "minutes", "bytes"]
+    titles = ["", "seeds", *(f"{stage}, %" for stage in STAGES)]
+    titles += ["decoded, nats", "minutes", "bytes"]
     rows = []
     for name, runs in records.items():
         if not runs:
@@ -125,16 +129,19 @@ def table(records: dict[str, list[dict]]) -> str:
             else ""
             for stage in STAGES
         ]
+        losses = [r["losses"]["decoded"] for r in runs if "losses" in r]
+        loss = mean(losses, 4) if losses else ""
         minutes = mean([r["seconds"] / 60 for r in runs], 1)
-        rows.append([name, len(runs), *errors, minutes, runs[0]["file_bytes"]])
+        rows.append([name, len(runs), *errors, loss, minutes, runs[0]["file_bytes"]])
     made = [r for runs in records.values() for r in runs]
     sets = {r["evaluated_on"] for r in made}
     flag = "--dtype_policy="
     flags = {f for r in made for f in r["made_with"] if f.startswith(flag)}
     machines = {f"{key} {value}" for r in made for key, value in r["machine"].items()}
     notes = (
-        f"Error by stage, on the {' and '.join(sets)} set, mean ± standard error over "
-        "the seeds. `VARIANTS` in `benchmarks/recipes.py` says what each one changes. "
+        f"Error by stage and cross-entropy, on the {' and '.join(sets)} set, mean ± "
+        "standard error over the seeds. `VARIANTS` in `benchmarks/recipes.py` says "
+        "what each one changes. "
         f"Made with {', '.join(sorted(flags | machines))}.\n"
     )
     return f"{notes}\n{markdown(titles, rows)}"

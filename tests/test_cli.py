@@ -135,6 +135,7 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
         "error",
         "error_before",
         "errors",
+        "losses",
         "evaluated_on",
         "seconds",
         "output",
@@ -143,6 +144,7 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
     assert result["output"] == str(output) and result["evaluated_on"] == "test"
     stages = ["original", "posterior_mean", "posterior_sample", "decoded"]
     assert list(result["errors"]) == stages
+    assert list(result["losses"]) == stages
     assert result["error"] == result["errors"]["decoded"]
     assert result["error_before"] == result["errors"]["original"]
     assert result["file_bytes"] == output.stat().st_size
