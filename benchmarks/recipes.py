@@ -129,8 +129,8 @@ def table(records: dict[str, list[dict]]) -> str:
             else ""
             for stage in STAGES
         ]
-        losses = [r["losses"]["decoded"] for r in runs if "losses" in r]
-        loss = mean(losses, 4) if losses else ""
+        known = all("losses" in r for r in runs)
+        loss = mean([r["losses"]["decoded"] for r in runs], 4) if known else ""
         minutes = mean([r["seconds"] / 60 for r in runs], 1)
         rows.append([name, len(runs), *errors, loss, minutes, runs[0]["file_bytes"]])
     made = [r for runs in records.values() for r in runs]

@@ -253,7 +253,7 @@ def _compress(values):
         "error": errors["decoded"],
         "error_before": errors[before],
         "errors": errors,
-        "losses": {stage: m["loss"] for stage, m in result.stages.items()},
+        "losses": {stage: m.get("loss") for stage, m in result.stages.items()},
         "evaluated_on": "validation" if values.validation_fraction else "test",
         **_sizes(result.file, result.file_bytes),
         "seconds": round(result.seconds, 1),
