@@ -1,6 +1,8 @@
 """The command line."""
 
+import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -101,6 +103,14 @@ def run(capsys):
         return json.loads(out)
 
     return run
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(run, monkeypatch):
+    found = {"loss": math.nan, "history": [{"loss": -math.inf, "step": 3}], "x": (1.5,)}
+    info = dataclasses.replace(cli.COMMANDS["info"], run=lambda *_: found)
+    monkeypatch.setitem(cli.COMMANDS, "info", info)
+    expected = {"loss": None, "history": [{"loss": None, "step": 3}], "x": [1.5]}
+    assert run("info", "any.miracle") == expected
 
 
 QUICK = [
@@ -544,7 +554,9 @@ def test_reading_needs_no_tensorflow(made, tmp_path):
 
 
 ALL = """
+import dataclasses
 import json
+import math
 from tfmiracle.cli import main
 
 for arguments in json.loads(sys.argv[1]):

@@ -12,6 +12,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -111,8 +112,20 @@ def _run(argv):
         )
     with contextlib.redirect_stdout(sys.stderr):
         result = command.run(values, *positional)
-    print(json.dumps(result) if values.json else command.show(result))
+    if values.json:
+        print(json.dumps(_finite(result), allow_nan=False))
+    else:
+        print(command.show(result))
     return 0
+
+
+def _finite(value):
+    """A result as JSON can say it: null stands for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _import_tensorflow():

@@ -35,8 +35,9 @@ def check_code(block_bits: int, codebook: str) -> None:
     Raises:
       ValueError: one of them is out of range or unknown.
     """
-    if not (
-        isinstance(block_bits, (int, np.integer)) and 0 <= block_bits <= MAX_BLOCK_BITS
+    is_integer = isinstance(block_bits, int | np.integer)
+    if isinstance(block_bits, bool) or not (
+        is_integer and 0 <= block_bits <= MAX_BLOCK_BITS
     ):
         raise ValueError(
             f"`block_bits` must be an integer from 0 to {MAX_BLOCK_BITS}: a codebook "
