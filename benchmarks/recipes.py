@@ -33,6 +33,12 @@ MEAN_VAR = {
     "learning_rate": 2e-3,
     "finetune_learning_rate": 1e-3,
 }
+SLOW_SCALES = {
+    "learning_rate": 2e-2,
+    "quota_rate": 1,
+    "log_scale_rate": 0.1,
+    "finetune_learning_rate": 5e-3,
+}
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
 # after each of the rounds.
 VARIANTS = {
@@ -62,6 +68,8 @@ VARIANTS = {
     "quotas as fast as means": {"quota_rate": 1},
     "learning rate 5e-3": {"learning_rate": 5e-3},
     "learning rate 2e-2": {"learning_rate": 2e-2},
+    "slow scales": SLOW_SCALES,
+    "slow scales, twice the steps": {**SLOW_SCALES, "steps": (4000, 12000, 180)},
     "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 40},
     "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 360},
     "Mean-Var": MEAN_VAR,

@@ -310,7 +310,7 @@ def test_warm_start():
     posterior.initialize(values, warm=True, log_scale=5.0)
     effective = posterior.layout.to_effective(posterior.layout.project(values))
     groups = effective[:25], effective[25:]
-    rho = np.array([np.sqrt(np.mean(g.astype(float) ** 2)) for g in groups])
+    rho = np.e * np.array([np.sqrt(np.mean(g.astype(float) ** 2)) for g in groups])
     np.testing.assert_allclose(posterior.coding_scale, rho, rtol=1e-6)
     z = posterior.layout.to_blocks(effective / np.repeat(rho, [25, 18]))
     mask = posterior.layout.mask()

@@ -20,6 +20,8 @@ _MAX_LOGIT = 1e30
 _MAX_RATIO = 1e12
 _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
+# Initial log(rho / root mean square of the trained weights) in a warm start.
+_WARM_LOG_SCALE = 1.0
 # Weights whose initial parameters are computed at a time, in float64.
 _INITIALIZED = 1 << 20
 
@@ -285,9 +287,10 @@ class BlockPosterior(keras.layers.Layer):
         Args:
           values: one array per variable of the layout.
           warm: whether the values come from a trained network. If so, rho of each
-            group starts at the root mean square of its values, and weights that are
-            large beside rho start with a larger share of the information. If not, the
-            start is the paper's: equal shares and log rho = `log_scale`.
+            group starts at e times the root mean square of its values, since few large
+            weights end up with most of the information, and weights that are large
+            beside rho start with a larger share of it. If not, the start is the
+            paper's: equal shares and log rho = `log_scale`.
           log_scale: initial log rho of a cold start.
 
         Raises:
@@ -313,7 +316,7 @@ class BlockPosterior(keras.layers.Layer):
                 flat, np.square(loc.reshape(-1), dtype=np.float64), len(count)
             )
             some = power > 0
-            log_scale[some] = 0.5 * np.log(power[some] / count[some])
+            log_scale[some] = 0.5 * np.log(power[some] / count[some]) + _WARM_LOG_SCALE
         log_scale = np.clip(log_scale, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
         self._raw_log_scale.assign(log_scale / self.log_scale_rate)
         self._final_scale.assign(np.zeros(self.layout.num_scales))
