@@ -31,29 +31,36 @@ def _rules(convolution, dense):
 MEAN_VAR = {
     "parameterization": "mean_var",
     "learning_rate": 2e-3,
+    "log_scale_rate": 1,
     "finetune_learning_rate": 1e-3,
-}
-SLOW_SCALES = {
-    "learning_rate": 2e-2,
-    "quota_rate": 1,
-    "log_scale_rate": 0.1,
-    "finetune_learning_rate": 5e-3,
 }
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
 # after each of the rounds.
 VARIANTS = {
     "quick": {},
-    "twice the steps": {"steps": (4000, 12000, 180)},
-    "four times the steps": {"steps": (8000, 24000, 360)},
-    "twice the fine-tuning": {"steps": (2000, 6000, 180)},
-    "four times the fine-tuning": {"steps": (2000, 6000, 360)},
-    "three times the training, twice the fine-tuning": {"steps": (2000, 18000, 180)},
-    "batches of 32": {"batch_size": 32, "steps": (3200, 9600, 140)},
-    "batches of 128": {"batch_size": 128, "steps": (1400, 4200, 60)},
-    "batches of 200": {"batch_size": 200, "steps": (1000, 3000, 45)},
-    "more training, less fine-tuning": {"steps": (2000, 8000, 50)},
-    "less training, more fine-tuning": {"steps": (2000, 4000, 130)},
-    "no warm start": {"steps": (0, 8000, 90), "warm_start": False},
+    "half the steps": {"steps": (2000, 6000, 90)},
+    "twice the steps": {"steps": (8000, 24000, 360)},
+    "four times the steps": {"steps": (16000, 48000, 720)},
+    "half the fine-tuning": {"steps": (4000, 12000, 90)},
+    "twice the fine-tuning": {"steps": (4000, 12000, 360)},
+    "batches of 32": {"batch_size": 32, "steps": (6400, 19200, 280)},
+    "batches of 128": {"batch_size": 128, "steps": (2800, 8400, 120)},
+    "batches of 200": {"batch_size": 200, "steps": (2000, 6000, 90)},
+    "no warm start": {"steps": (0, 16000, 180), "warm_start": False},
+    "scales and quotas faster": {
+        "learning_rate": 1e-2,
+        "log_scale_rate": 1,
+        "quota_rate": 5,
+        "finetune_learning_rate": 3e-3,
+    },
+    "scales as fast as means": {"log_scale_rate": 1},
+    "quotas five times as fast": {"quota_rate": 5},
+    "learning rate 1e-2": {"learning_rate": 1e-2},
+    "learning rate 4e-2": {"learning_rate": 4e-2},
+    "fine-tuning at 2e-3": {"finetune_learning_rate": 2e-3},
+    "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
+    "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 70},
+    "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 720},
     "sampled candidates": {"selection": "sample"},
     "KL of 18 bits": {"kl_bits": 18},
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
@@ -63,18 +70,9 @@ VARIANTS = {
     "dense layer hashed to 1/128": {"rules": _rules(2, 128), "block_size": 18},
     "convolution not hashed": {"rules": _rules(1, 64), "block_size": 31},
     "convolution hashed to 1/4": {"rules": _rules(4, 64), "block_size": 15},
-    "fine-tuning at 1e-3": {"finetune_learning_rate": 1e-3},
-    "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
-    "quotas as fast as means": {"quota_rate": 1},
-    "learning rate 5e-3": {"learning_rate": 5e-3},
-    "learning rate 2e-2": {"learning_rate": 2e-2},
-    "slow scales": SLOW_SCALES,
-    "slow scales, twice the steps": {**SLOW_SCALES, "steps": (4000, 12000, 180)},
-    "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 40},
-    "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 360},
     "Mean-Var": MEAN_VAR,
-    "Mean-Var, twice the steps": {**MEAN_VAR, "steps": (4000, 12000, 180)},
-    "Mean-Var, four times the steps": {**MEAN_VAR, "steps": (8000, 24000, 360)},
+    "Mean-Var, half the steps": {**MEAN_VAR, "steps": (2000, 6000, 90)},
+    "Mean-Var, twice the steps": {**MEAN_VAR, "steps": (8000, 24000, 360)},
 }
 STEPS = ("warmup_steps", "train_steps", "finetune_steps")
 STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
@@ -83,10 +81,7 @@ STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
 def flags_of(variant: dict) -> list[str]:
     settings = dict(variant)
     settings |= zip(STEPS, settings.pop("steps", ()))
-    return [
-        f"--no{name}" if value is False else f"--{name}={value}"
-        for name, value in settings.items()
-    ]
+    return [f"--{name}={value}" for name, value in settings.items()]
 
 
 def run(name: str, seed: int, arguments) -> dict | None:
@@ -98,7 +93,8 @@ def run(name: str, seed: int, arguments) -> dict | None:
     if arguments.dtype_policy:
         settings += [f"--dtype_policy={arguments.dtype_policy}"]
     base = [line for line in BASE.read_text().split("\n") if line.startswith("--")]
-    made_with = base + settings
+    last = {flag.partition("=")[0]: flag for flag in base + settings}
+    made_with = sorted(last.values())
     if path.exists():
         record = json.loads(path.read_text())
         if record["made_with"] != made_with:

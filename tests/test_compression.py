@@ -592,6 +592,13 @@ def test_changes_are_what_differs_from_the_defaults():
     json.dumps(PAPER.changes())
 
 
+def test_default_learning_rates_suit_the_parameterization():
+    assert Recipe().learning_rates == (1e-2, 5e-3)
+    assert Recipe(parameterization="mean_var").learning_rates == (2e-3, 1e-3)
+    assert Recipe(finetune_learning_rate=0.5).learning_rates == (1e-2, 0.5)
+    assert PAPER.learning_rates == (1e-3, 1e-3)
+
+
 def test_the_paper():
     """Lin, Flamich and Hernández-Lobato (2023), section 4 and appendix C."""
     expected = Recipe(

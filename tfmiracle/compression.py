@@ -238,12 +238,13 @@ def compress(
                 evaluate("warmup", warmup)
                 warmup.materialize()
             steps = recipe.train_steps
+            learning_rate, finetune_learning_rate = recipe.learning_rates
             variational = VariationalModel(net, **recipe.posterior_options(), **layout)
-            compiled(variational, schedule(recipe.learning_rate, steps))
+            compiled(variational, schedule(learning_rate, steps))
             run.train(variational, "variational", batches, steps, callbacks)
             evaluate("posterior_mean", variational)
             evaluate("posterior_sample", compiled(variational.materialize(sample=True)))
-            compiled(variational, recipe.finetune_learning_rate)
+            compiled(variational, finetune_learning_rate)
             steps = callback.steps_needed(variational)
             run.train(variational, "coding", batches, steps, callbacks, callback)
             evaluate("decoded", decoded())

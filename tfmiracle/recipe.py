@@ -26,8 +26,8 @@ class Recipe:
         starts from the weights reached.
       warmup_learning_rate: for these, at the start.
       train_steps: steps of variational training.
-      learning_rate: of the means in variational training, at the start. "mean_var" may
-        diverge with the default; 2e-3, and 1e-3 in fine-tuning, served it.
+      learning_rate: of the means in variational training, at the start; by default
+        1e-2, for "mean_var", whose means are weights, 2e-3.
       log_scale_rate: learning rate of the log coding scales relative to the means.
       quota_rate: mean_kl: learning rate of the quota logits relative to the means.
       log_stddev: mean_var: initial log standard deviation of the posterior.
@@ -39,7 +39,8 @@ class Recipe:
       log_scale: initial log standard deviation of the coding distribution, if not.
       blocks_per_round: blocks coded between two stretches of fine-tuning.
       finetune_steps: steps of such a stretch; the next multiple of ten is taken.
-      finetune_learning_rate: learning rate in fine-tuning, constant.
+      finetune_learning_rate: learning rate in fine-tuning, constant; by default half
+        of the default above.
       recalibration_steps: batches from which the statistics of BatchNormalization are
         taken anew after coding; 0 leaves them as training left them.
       seed: unsigned 64-bit integer; everything random depends on it.
@@ -55,7 +56,7 @@ class Recipe:
     warmup_steps: int = 0
     warmup_learning_rate: float = 2e-3
     train_steps: int = 6000
-    learning_rate: float = 1e-2
+    learning_rate: float | None = None
     log_scale_rate: float = 1.0
     quota_rate: float = 5.0
     log_stddev: float = -5.0
@@ -67,7 +68,7 @@ class Recipe:
     log_scale: float = -2.0
     blocks_per_round: int = 50
     finetune_steps: int = 50
-    finetune_learning_rate: float = 5e-3
+    finetune_learning_rate: float | None = None
     recalibration_steps: int = 50
     seed: int = 0
 
@@ -97,10 +98,12 @@ class Recipe:
             "beta",
             "beta_rate",
         ):
-            if not 0 < getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if value is None and name in ("learning_rate", "finetune_learning_rate"):
+                continue
+            if not 0 < value < math.inf:
                 raise ValueError(
-                    f"`{name}` must be a positive number. "
-                    f"Received: {name}={getattr(self, name)}"
+                    f"`{name}` must be a positive number. Received: {name}={value}"
                 )
         if not (self.kl_bits is None or 0 <= self.kl_bits < math.inf):
             raise ValueError(
@@ -123,6 +126,15 @@ class Recipe:
                 )
         check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
+
+    @property
+    def learning_rates(self) -> tuple[float, float]:
+        """Learning rates of variational training and of fine-tuning."""
+        default = {"mean_kl": 1e-2, "mean_var": 2e-3}[self.parameterization]
+        return (
+            self.learning_rate or default,
+            self.finetune_learning_rate or default / 2,
+        )
 
     def posterior_options(self) -> dict:
         """What `VariationalModel` takes of it, but for layout and seed."""
