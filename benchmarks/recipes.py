@@ -48,11 +48,13 @@ VARIANTS = {
     "batches of 200": {"batch_size": 200, "steps": (2000, 6000, 90)},
     "no warm start": {"steps": (0, 16000, 180), "warm_start": False},
     "scales and quotas faster": {
+        "warm_log_scale": 0,
         "learning_rate": 1e-2,
         "log_scale_rate": 1,
         "quota_rate": 5,
         "finetune_learning_rate": 3e-3,
     },
+    "scales from the weights": {"warm_log_scale": 0},
     "scales as fast as means": {"log_scale_rate": 1},
     "quotas five times as fast": {"quota_rate": 5},
     "learning rate 1e-2": {"learning_rate": 1e-2},

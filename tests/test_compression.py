@@ -565,6 +565,7 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("quota_rate", [0.0, np.nan]),
         ("log_scale_rate", [0.0, np.inf]),
         ("log_scale", [np.nan, np.inf]),
+        ("warm_log_scale", [np.nan, np.inf]),
         ("log_stddev", [np.nan, np.inf]),
         ("log_stddev_rate", [0.0, np.inf]),
         ("beta", [0.0, np.nan]),

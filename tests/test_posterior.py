@@ -304,13 +304,15 @@ def test_cold_start_is_the_papers():
     )
 
 
-def test_warm_start():
+@pytest.mark.parametrize("warm_log_scale", [0.0, 1.0])
+def test_warm_start(warm_log_scale):
     posterior = MeanKLPosterior(layout(), quota_rate=3.0, log_scale_rate=2.0)
     values = [v * s for v, s in zip(random_values(), (1.0, 1.0, 30.0), strict=True)]
-    posterior.initialize(values, warm=True, log_scale=5.0)
+    posterior.initialize(values, True, 5.0, warm_log_scale)
     effective = posterior.layout.to_effective(posterior.layout.project(values))
     groups = effective[:25], effective[25:]
-    rho = np.e * np.array([np.sqrt(np.mean(g.astype(float) ** 2)) for g in groups])
+    rho = np.array([np.sqrt(np.mean(g.astype(float) ** 2)) for g in groups])
+    rho *= np.exp(warm_log_scale)
     np.testing.assert_allclose(posterior.coding_scale, rho, rtol=1e-6)
     z = posterior.layout.to_blocks(effective / np.repeat(rho, [25, 18]))
     mask = posterior.layout.mask()

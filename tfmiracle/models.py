@@ -37,6 +37,8 @@ class VariationalModel(keras.Model):
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale: initial log standard deviation of the coding distribution, for a cold
         start.
+      warm_log_scale: for a warm start, initial log of its ratio to the root mean square
+        of the weights.
       log_scale_rate: see `BlockPosterior`.
       quota_rate: for "mean_kl", see `MeanKLPosterior`.
       log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
@@ -64,6 +66,7 @@ class VariationalModel(keras.Model):
         rules: dict[str, str] | None = None,
         warm_start: bool = False,
         log_scale: float = -2.0,
+        warm_log_scale: float = 0.0,
         log_scale_rate: float = 1.0,
         quota_rate: float = 1.0,
         log_stddev: float = -10.0,
@@ -139,6 +142,7 @@ class VariationalModel(keras.Model):
                 path if t.own_scale else path.rpartition("/")[0] for _, path, t in coded
             ],
             warm_start=warm_start,
+            warm_log_scale=warm_log_scale,
             name="posterior",
             **options,
         )

@@ -20,8 +20,6 @@ _MAX_LOGIT = 1e30
 _MAX_RATIO = 1e12
 _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
-# Initial log(rho / root mean square of the trained weights) in a warm start.
-_WARM_LOG_SCALE = 1.0
 # Weights whose initial parameters are computed at a time, in float64.
 _INITIALIZED = 1 << 20
 
@@ -279,6 +277,7 @@ class BlockPosterior(keras.layers.Layer):
         values: Sequence[np.ndarray],
         warm: bool = False,
         log_scale: float = -2.0,
+        warm_log_scale: float = 0.0,
     ) -> None:
         """Starts the posterior at given values of the network's variables.
 
@@ -287,19 +286,16 @@ class BlockPosterior(keras.layers.Layer):
         Args:
           values: one array per variable of the layout.
           warm: whether the values come from a trained network. If so, rho of each
-            group starts at e times the root mean square of its values, since few large
-            weights end up with most of the information, and weights that are large
-            beside rho start with a larger share of it. If not, the start is the
-            paper's: equal shares and log rho = `log_scale`.
+            group starts at the root mean square of its values, and weights that are
+            large beside rho start with a larger share of the information. If not, the
+            start is the paper's: equal shares and log rho = `log_scale`.
           log_scale: initial log rho of a cold start.
+          warm_log_scale: added to log rho in a warm start.
 
         Raises:
-          ValueError: if a value or `log_scale` is not finite.
+          ValueError: if a value, `log_scale` or `warm_log_scale` is not finite.
         """
-        if not math.isfinite(log_scale):
-            raise ValueError(
-                f"`log_scale` must be a finite number. Received: log_scale={log_scale}"
-            )
+        _check_finite(log_scale=log_scale, warm_log_scale=warm_log_scale)
         for i, value in enumerate(values):
             if not np.all(np.isfinite(value)):
                 raise ValueError(
@@ -316,7 +312,7 @@ class BlockPosterior(keras.layers.Layer):
                 flat, np.square(loc.reshape(-1), dtype=np.float64), len(count)
             )
             some = power > 0
-            log_scale[some] = 0.5 * np.log(power[some] / count[some]) + _WARM_LOG_SCALE
+            log_scale[some] = 0.5 * np.log(power[some] / count[some]) + warm_log_scale
         log_scale = np.clip(log_scale, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
         self._raw_log_scale.assign(log_scale / self.log_scale_rate)
         self._final_scale.assign(np.zeros(self.layout.num_scales))
@@ -459,11 +455,7 @@ class MeanVarPosterior(BlockPosterior):
     ):
         super().__init__(layout, *args, **kwargs)
         _check_positive(log_stddev_rate=log_stddev_rate, beta=beta, beta_rate=beta_rate)
-        if not math.isfinite(log_stddev):
-            raise ValueError(
-                "`log_stddev` must be a finite number. "
-                f"Received: log_stddev={log_stddev}"
-            )
+        _check_finite(log_stddev=log_stddev)
         self.initial_log_stddev = float(log_stddev)
         self.log_stddev_rate = float(log_stddev_rate)
         self.initial_beta = float(beta)
@@ -542,7 +534,7 @@ class DeterministicPosterior(BlockPosterior):
         loc = tf.where(mask, parameters[0], 0.0)
         return loc, tf.fill(tf.shape(loc), -math.inf)
 
-    def initialize(self, values, warm=False, log_scale=0.0):
+    def initialize(self, values, *args, **kwargs):
         super().initialize(values, log_scale=0.0)
         self.finalize_coding_scale()  # rho = 1: the parameters are the weights
 
@@ -567,6 +559,7 @@ def posterior_over(
     scale_groups: Sequence[str] | None = None,
     warm_start: bool = False,
     log_scale: float = -2.0,
+    warm_log_scale: float = 0.0,
     **options,
 ) -> BlockPosterior:
     """Builds a posterior over Keras variables, started at their present values.
@@ -578,7 +571,7 @@ def posterior_over(
       hash_factors: hash factor of each variable, 1 by default; see `CodedVariable`.
       scale_groups: a name for each variable; those with the same name share a coding
         scale. By default, those of the same layer do.
-      warm_start, log_scale: see `BlockPosterior.initialize`.
+      warm_start, log_scale, warm_log_scale: see `BlockPosterior.initialize`.
       **options: passed to the posterior's constructor, without those that only other
         parameterizations have.
 
@@ -610,9 +603,20 @@ def posterior_over(
     others.difference_update(cls.OPTIONS)
     posterior = cls(layout, **{k: v for k, v in options.items() if k not in others})
     posterior.initialize(
-        [keras.ops.convert_to_numpy(v) for v in variables], warm_start, log_scale
+        [keras.ops.convert_to_numpy(v) for v in variables],
+        warm_start,
+        log_scale,
+        warm_log_scale,
     )
     return posterior
+
+
+def _check_finite(**numbers):
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(
+                f"`{name}` must be a finite number. Received: {name}={value}"
+            )
 
 
 def _check_positive(**numbers):

@@ -37,6 +37,8 @@ class Recipe:
       decay: "cosine" (to zero, in either training) or "constant".
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
+      warm_log_scale: if so, initial log of its ratio to the root mean square of the
+        weights. About 1 is best at one bit a weight, 0 far below that.
       blocks_per_round: blocks coded between two stretches of fine-tuning.
       finetune_steps: steps of such a stretch; the next multiple of ten is taken.
       finetune_learning_rate: learning rate in fine-tuning, constant; by default half
@@ -66,6 +68,7 @@ class Recipe:
     decay: str = "cosine"
     warm_start: bool = True
     log_scale: float = -2.0
+    warm_log_scale: float = 0.0
     blocks_per_round: int = 50
     finetune_steps: int = 50
     finetune_learning_rate: float | None = None
@@ -109,7 +112,7 @@ class Recipe:
             raise ValueError(
                 f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
-        for name in ("log_scale", "log_stddev"):
+        for name in ("log_scale", "warm_log_scale", "log_stddev"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(
                     f"`{name}` must be finite. Received: {name}={getattr(self, name)}"
@@ -145,6 +148,7 @@ class Recipe:
             "codebook",
             "warm_start",
             "log_scale",
+            "warm_log_scale",
             "log_scale_rate",
             "quota_rate",
             "log_stddev",
