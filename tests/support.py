@@ -12,6 +12,7 @@ import numpy as np
 import tfmiracle
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 PACKAGE = pathlib.Path(tfmiracle.__file__).parent
 DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
 

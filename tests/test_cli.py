@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support import GOLDEN, fix_all, run_python
+from support import CONFIGS, GOLDEN, fix_all, run_python
 
 import tfmiracle
 from tfmiracle import CodedPosterior, cli, compression
@@ -595,3 +595,13 @@ def test_the_script_is_installed():
         pytest.skip("tfmiracle is not installed in this environment")
     process = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert process.stdout == f"{tfmiracle.__version__}\n"
+
+
+@pytest.mark.slow
+def test_the_quick_start(run, tmp_path):
+    """The first network of a newcomer, with the settings that are the defaults."""
+    flagfile = CONFIGS / "digits.flags"
+    output = tmp_path / "digits.miracle"
+    result = run("compress", f"--flagfile={flagfile}", f"--output={output}")
+    assert result["ratio"] > 380
+    assert result["error_before"] < 0.025 and result["error"] < 0.03

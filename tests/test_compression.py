@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 
 import keras
 import numpy as np
@@ -12,7 +11,7 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import fix_all
+from support import CONFIGS, fix_all
 
 import tfmiracle
 from tfmiracle import PAPER, Recipe, cli, compression, run
@@ -23,7 +22,6 @@ from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
 from tfmiracle.posterior import MeanVarPosterior
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(
     block_size=150,
