@@ -105,3 +105,28 @@ def test_compress_without_labels(tmp_path):
     assert result.stages["decoded"]["accuracy"] > 0.85
     small = tfmiracle.load(tmp_path / "net.miracle")
     assert np.mean(np.argmax(small.predict(X, verbose=0), -1) == Y) > 0.85
+
+
+def test_labels_of_a_dataset_stay_those_of_the_teacher(tmp_path):
+    net = teacher()
+    outputs = net.predict(X, verbose=0)
+    labels = tf.nn.softmax(outputs).numpy()
+    seen = []
+
+    class Loss(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            tf.py_function(lambda y: seen.append(y.numpy()), [y_true], [])
+            return keras.losses.categorical_crossentropy(y_true, y_pred, True)
+
+    recipe = Recipe(block_size=4, block_bits=8, warmup_steps=10, train_steps=10)
+    tfmiracle.compress(
+        net,
+        tf.data.Dataset.from_tensor_slices(X).batch(len(X)),
+        path=tmp_path / "net.miracle",
+        recipe=dataclasses.replace(recipe, blocks_per_round=2, finetune_steps=10),
+        loss=Loss(),
+        distill=True,
+        verbose=0,
+    )
+    assert len(seen) == 30  # ten of each phase
+    np.testing.assert_allclose(seen, [labels] * len(seen), rtol=1e-4)

@@ -158,8 +158,9 @@ def compress(
     if distill:
         hard = model.loss if model.compiled else None
         loss = soft_loss(hard) if loss is hard else loss
-        data = relabel(data, net, hard)
-        validation_data = relabel(validation_data, net, hard)
+        # Of `model`: the labels of a dataset are made as it is read, and `net` changes.
+        data = relabel(data, model, hard)
+        validation_data = relabel(validation_data, model, hard)
     if isinstance(validation_data, tf.data.Dataset):
         if validation_data.cardinality() == tf.data.INFINITE_CARDINALITY:
             raise ValueError("`validation_data` never ends. Leave out its `repeat()`.")
@@ -179,6 +180,7 @@ def compress(
         "metadata": metadata,
         "keep_posterior": keep_posterior,
         "loss": _description(loss),
+        "loss_weights": loss_weights,
         "metrics": _description(metrics),
         "model": architecture_by_place(model),
         "weights": checksum(net.get_weights()),
@@ -203,7 +205,8 @@ def compress(
 
     def decoded():
         # Under the names that the layers had, by which losses may be given.
-        found = dataclasses.replace(decode(made[0]), architecture=architecture)
+        found = decode(made[0], max_weights=None)
+        found = dataclasses.replace(found, architecture=architecture)
         return compiled(to_network(found))
 
     def schedule(learning_rate, steps):
@@ -252,7 +255,7 @@ def compress(
         for output, source in zip(outputs, made, strict=True):
             if not _is_copied(source, output):
                 miracle_file.write_atomically(output, source.read_bytes(), overwrite)
-    file = MiracleFile.read(path)
+    file = MiracleFile.read(path, max_weights=None)
     return CompressionResult(
         os.fspath(path),
         decoded(),
