@@ -429,6 +429,14 @@ def test_wrapped_twice_the_outer_model_decides(eager):
     np.testing.assert_array_equal(inner.block_posterior.noise_seed.state.numpy(), state)
 
 
+def test_what_has_a_posterior_of_its_own_cannot_be_stored():
+    parts = [layers.Input((4,)), tfmiracle.MeanKLDense(3, name="a"), layers.Dense(2)]
+    inner = VariationalModel(sequential(), block_size=4)
+    for net, path in ((keras.Sequential(parts), "a/bias"), (inner, "*/kernel")):
+        with pytest.raises(ValueError, match=r"`rules` store .*posterior of its own"):
+            VariationalModel(net, block_size=4, rules={path: "store"})
+
+
 def test_as_a_layer_of_another_model(eager):
     inner = VariationalModel(sequential(), block_size=4, seed=1)
     inputs = keras.Input((4,))

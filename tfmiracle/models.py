@@ -17,8 +17,9 @@ class VariationalModel(keras.Model):
     pass samples all weights once and runs `net` on them; with `training=False` it uses
     the mean of Q. Blocks that are coded have their decoded values in both.
 
-    Compile, fit, evaluate, save and load it like any Keras model. `net` keeps its own
-    weights, which play no part until `materialize` overwrites them.
+    Compile, fit, evaluate, save and load it like any Keras model. `net` keeps values of
+    its own for the coded weights, which play no part until `materialize` overwrites
+    them; its other weights are those of this model, and train with it.
 
     Args:
       net: a built Keras model. Its present weights are where the posterior starts.
@@ -50,8 +51,8 @@ class VariationalModel(keras.Model):
 
     Raises:
       ValueError: if `net` is not built, has nothing to code or a `train_step` or
-        `compute_loss` of its own, a pattern fits nothing, or an argument is out of
-        range.
+        `compute_loss` of its own, a pattern fits nothing or stores what has a
+        posterior of its own in `net`, or an argument is out of range.
     """
 
     def __init__(
@@ -128,6 +129,13 @@ class VariationalModel(keras.Model):
             raise ValueError(
                 f"`net` ({net.name!r}) has no trainable weights that could be coded."
             )
+        ruled = {id(v) for _, variables in posteriors(net) for v in variables}
+        for v, path, treatment in zip(weights, paths, treated, strict=True):
+            if treatment.stored and id(v) in ruled:
+                raise ValueError(
+                    f"`rules` store {path!r}, which has a posterior of its own in "
+                    "`net`. Use the plain layer there."
+                )
         # Not the variables, which Keras would save twice.
         self._coded = frozenset(id(v) for v, _, _ in coded)
         self.rules = dict(rules or {})
