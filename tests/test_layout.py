@@ -301,9 +301,9 @@ def test_other_errors():
     for empty in ([], [CodedVariable((0, 5))]):
         with pytest.raises(ValueError, match="no weight to code"):
             WeightLayout(empty, 5, 0)
-    for seed in (-1, 2**64):
+    for seed in (-1, 2**64, 1.5):
         with pytest.raises(ValueError, match=f"seed = {seed}"):
-            _ = WeightLayout([CodedVariable((3,))], 5, seed).slots
+            WeightLayout([CodedVariable((3,))], 5, seed)
 
 
 def test_an_empty_variable_among_others_stays_empty():

@@ -63,11 +63,12 @@ class WeightLayout:
       seed: unsigned 64-bit integer; permutation, hashes and signs depend on it.
 
     Raises:
-      ValueError: if there is no weight, or `block_size` is not positive.
+      ValueError: if there is no weight, or `block_size` or `seed` is out of range.
     """
 
     def __init__(self, variables: Sequence[CodedVariable], block_size: int, seed: int):
         self.variables = tuple(variables)
+        philox.split_seed(seed)
         self.seed = int(seed)
         if not _is_positive_integer(block_size):
             raise ValueError(

@@ -2,9 +2,15 @@
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Sequence
 
 STORED_TYPES = ("float16", "float32")
+# Of words in the order of the alphabet.
+_RULE = re.compile(
+    rf"code|(?P<store>store)(=(?P<dtype>{'|'.join(STORED_TYPES)}))?|"
+    r"(hash=(?P<hash>0*[1-9][0-9]*)( |$))?(?P<own_scale>own_scale)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +39,19 @@ class Treatment:
         Raises:
           ValueError: if it is something else.
         """
-        options = {}
-        for word in str(text).split():
-            name, _, value = word.partition("=")
-            if word == "code":
-                options.setdefault("stored", False)
-            elif name == "hash" and value.isdecimal() and int(value) > 0:
-                options["hash_factor"] = int(value)
-            elif word == "own_scale":
-                options["own_scale"] = True
-            elif word == "store" or (name == "store" and value in STORED_TYPES):
-                options.update(stored=True, dtype=value or None)
-            else:
-                options.clear()
-                break
-        if not options or (options.get("stored") and len(options) > 2):
+        words = " ".join(sorted(str(text).split()))
+        match = _RULE.fullmatch(words)
+        if not (words and match):
             raise ValueError(
                 "A rule must say 'code', 'hash=N', 'own_scale', both of these, "
                 f"'store', or 'store=' and one of {STORED_TYPES}. Received: {text!r}"
             )
-        return cls(**options)
+        return cls(
+            stored=match["store"] is not None,
+            dtype=match["dtype"],
+            hash_factor=int(match["hash"] or 1),
+            own_scale=match["own_scale"] is not None,
+        )
 
     def __str__(self):
         if self.stored:
