@@ -440,6 +440,10 @@ BAD = {
     "wrong suffix, keras": "export {made}/net.miracle --output={out} --format=keras",
     "wrong suffix, litert": "export {made}/net.miracle --output={out} --format=litert",
     "unknown format": "export {made}/net.miracle --output={out} --format=onnx",
+    "more weights than allowed": "info {made}/net.miracle --max_weights=20",
+    "no weights allowed": "decode {made}/net.miracle --output={out} --max_weights=0",
+    "more weights than allowed, export": "export {made}/net.miracle --output={out} "
+    "--max_weights=20",
     "unknown data": "evaluate {made}/net.miracle --data=minst",
     "data of the wrong kind": "evaluate {made}/net.miracle --data={made}/net.keras",
     "NaN in data": "{compress} --data={made}/nan.npz",

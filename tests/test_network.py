@@ -543,6 +543,8 @@ def test_vocabularies_must_be_arguments():
     check_network(net(vocabulary=[3, 4, 5]))
     with pytest.raises(ValueError, match=r"layer 'integer_lookup.*`vocabulary`"):
         check_network(net())
+    with pytest.raises(ValueError, match=r"configuration of .* bytes as JSON; a file"):
+        check_network(net(vocabulary=np.arange(600_000)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

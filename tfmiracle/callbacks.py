@@ -17,8 +17,6 @@ from tfmiracle.network import check_network, coded_posterior, to_file
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.recalibration import recalibrate
 
-_MAX_METADATA_BYTES = 1 << 20
-
 
 class CompressionCallback(keras.callbacks.Callback):
     """Codes a model during `fit` and writes its `.miracle` file (Havasi et al. 2019).
@@ -95,10 +93,11 @@ class CompressionCallback(keras.callbacks.Callback):
             )
         # Errors should come before the training.
         size = len(json.dumps(metadata, allow_nan=False))
-        if size > _MAX_METADATA_BYTES:
+        if size > miracle_file.MAX_METADATA_BYTES:
             raise ValueError(
                 f"`metadata` takes {size:,} bytes as JSON; at most "
-                f"{_MAX_METADATA_BYTES:,} are allowed. Keep what is large elsewhere."
+                f"{miracle_file.MAX_METADATA_BYTES:,} are allowed. Keep what is large "
+                "elsewhere."
             )
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
@@ -269,7 +268,8 @@ class CompressionCallback(keras.callbacks.Callback):
         if self.recalibration_data is not None:
             recalibrate(self.model, self.recalibration_data)
         self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
-        self._verify(self.file.to_bytes())
+        data = self.file.to_bytes()
+        self._verify(data)
         over = sum(row["over_budget"] for row in self.history)
         if over:
             most = max(row["max_kl_bits"] for row in self.history)
@@ -282,7 +282,8 @@ class CompressionCallback(keras.callbacks.Callback):
             )
         if self.posterior_path is not None:
             coded_posterior(self.model).write(self.posterior_path, self.overwrite)
-        self.file_bytes = self.file.write(self.filepath, self.overwrite)
+        miracle_file.write_atomically(self.filepath, data, self.overwrite)
+        self.file_bytes = len(data)
 
     def _verify(self, data):
         """Decodes the bytes of the file and compares them with the model, exactly."""
@@ -291,7 +292,7 @@ class CompressionCallback(keras.callbacks.Callback):
             for posterior, variables in posteriors(self.model)
             for v, value in zip(variables, posterior.values(), strict=True)
         }
-        decoded = decode(data).weights.values()
+        decoded = decode(data, max_weights=None).weights.values()
         for variable, value in zip(plain_weights(self.model), decoded, strict=True):
             right = expected.get(id(variable))
             if right is None:

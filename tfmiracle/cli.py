@@ -30,7 +30,12 @@ from tfmiracle import __version__
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import MiracleFile, check_output, write_atomically
+from tfmiracle.miracle_file import (
+    DEFAULT_MAX_WEIGHTS,
+    MiracleFile,
+    check_output,
+    write_atomically,
+)
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
@@ -99,6 +104,14 @@ def _run(argv):
         "help", False, "Show this help.", short_name="h", flag_values=values
     )
     command.define(values)
+    if command.argument:
+        flags.DEFINE_integer(
+            "max_weights",
+            DEFAULT_MAX_WEIGHTS,
+            "Refuse a file that claims more weights than this.",
+            lower_bound=1,
+            flag_values=values,
+        )
     positional = values(["tfmiracle", *rest])[1:]
     if values.help:
         argument = f" {command.argument}" if command.argument else ""
@@ -540,7 +553,7 @@ def _prune(values, path):
         raise ValueError(
             f"--fractions must list numbers; received {values.fractions}"
         ) from None
-    file = MiracleFile.read(path)
+    file = MiracleFile.read(path, values.max_weights)
     posterior = values.posterior and CodedPosterior.read(values.posterior)
     pruning_order(file, values.strategy, posterior)  # errors come before TensorFlow
     data = load_dataset(values.data)
@@ -594,7 +607,7 @@ def _define_evaluate(values):
 def _evaluate(values, path):
     if not values.data:
         raise flags.Error("--data is missing")
-    file = MiracleFile.read(path)
+    file = MiracleFile.read(path, values.max_weights)
     data = load_dataset(values.data)
 
     _import_tensorflow()
@@ -611,7 +624,7 @@ def _evaluate(values, path):
 
 
 def _info(values, path):
-    file = MiracleFile.read(path)
+    file = MiracleFile.read(path, values.max_weights)
     size = os.path.getsize(path)
     variables = []
     stored = iter(file.stored)
@@ -711,7 +724,7 @@ def _output(values):
 def _decode(values, path):
     output = _output(values)
     check_output(output, values.overwrite)
-    weights = decode(path).weights
+    weights = decode(path, values.max_weights).weights
     buffer = io.BytesIO()
     # Not np.savez, whose own arguments clash with variables of their names.
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -753,7 +766,7 @@ def _export(values, path):
     _import_tensorflow()
     from tfmiracle.network import load
 
-    model = load(path)
+    model = load(path, max_weights=values.max_weights)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         made = pathlib.Path(folder) / output.name
         if values.format == "keras":

@@ -27,13 +27,14 @@ class DecodedNetwork:
 
 def decode(
     source: str | os.PathLike | bytes | MiracleFile,
-    max_weights: int = DEFAULT_MAX_WEIGHTS,
+    max_weights: int | None = DEFAULT_MAX_WEIGHTS,
 ) -> DecodedNetwork:
     """Decodes the weights of a file, bit for bit the same on every platform.
 
     Args:
       source: path of a `.miracle` file, its bytes, or the parsed file.
-      max_weights: refuse files that claim more weights than this.
+      max_weights: refuse files that claim more weights than this; None for a file that
+        you trust.
 
     Raises:
       FileFormatError: if the file is damaged or not of this format.

@@ -3,14 +3,13 @@
 `docs/format.md` specifies the bytes.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import struct
-import tempfile
+import uuid
 import zlib
 from collections.abc import Sequence
 
@@ -38,7 +37,8 @@ STORED_DTYPES = (
 DEFAULT_MAX_WEIGHTS = 1 << 28
 MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
-_MAX_DESCRIPTION_BYTES = 1 << 22
+MAX_DESCRIPTION_BYTES = 1 << 22
+MAX_METADATA_BYTES = 1 << 20  # of these
 _MAX_DIMENSIONS = 32  # of arrays in NumPy 1
 
 
@@ -122,11 +122,11 @@ class MiracleFile:
             separators=(",", ":"),
             allow_nan=False,
         ).encode()
-        if len(description) > _MAX_DESCRIPTION_BYTES:
+        if len(description) > MAX_DESCRIPTION_BYTES:
             raise ValueError(
                 f"The description (architecture, names and metadata) takes "
                 f"{len(description):,} bytes as JSON; a file has room for "
-                f"{_MAX_DESCRIPTION_BYTES:,}."
+                f"{MAX_DESCRIPTION_BYTES:,}."
             )
         deflate = zlib.compressobj(9, wbits=-15, zdict=_description_dictionary())
         stored = b"".join(_little_endian(value).tobytes() for value in self.stored)
@@ -173,14 +173,14 @@ class MiracleFile:
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, max_weights: int = DEFAULT_MAX_WEIGHTS
+        cls, data: bytes, max_weights: int | None = DEFAULT_MAX_WEIGHTS
     ) -> "MiracleFile":
         """Parses a file, trusting nothing in it.
 
         Args:
           data: the whole file.
           max_weights: refuse files that claim more weights than this, before anything
-            of that size is allocated.
+            of that size is allocated; None for a file that you trust.
 
         Raises:
           FileFormatError: if the bytes are damaged, truncated, from another format or
@@ -231,7 +231,7 @@ class MiracleFile:
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike, max_weights: int = DEFAULT_MAX_WEIGHTS
+        cls, path: str | os.PathLike, max_weights: int | None = DEFAULT_MAX_WEIGHTS
     ) -> "MiracleFile":
         """Reads and parses a file, see `from_bytes`; the error names the path."""
         data = pathlib.Path(path).read_bytes()
@@ -275,21 +275,15 @@ def write_atomically(
     """
     check_output(path, overwrite)
     path = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=".miracle-", suffix=".tmp"
-    )
+    temporary = path.with_name(f".miracle-{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -299,6 +293,11 @@ def _description_dictionary() -> bytes:
 
 
 def _section(tag: int, payload: bytes) -> bytes:
+    if len(payload) >> 32:
+        raise ValueError(
+            f"Section {tag} takes {len(payload):,} bytes; a file has room for "
+            f"{2**32 - 1:,}. Store less."
+        )
     head = struct.pack("<BI", tag, len(payload)) + payload
     return head + struct.pack("<I", zlib.crc32(head))
 
@@ -335,7 +334,7 @@ def _unpack(packed: bytes, count: int, bits: int) -> np.ndarray:
     return indices
 
 
-def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
+def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
     """Returns the groups, for each variable (stored dtype or None, shape), `coded`."""
     position = 0
 
@@ -386,7 +385,7 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int):
         shape = tuple(take(2**40) for _ in range(take(_MAX_DIMENSIONS)))
         # A length of 0 does not excuse others that no array can have.
         total += math.prod(max(length, 1) for length in shape)
-        if total > max_weights:
+        if max_weights is not None and total > max_weights:
             raise FileFormatError(
                 f"The file claims more than {max_weights:,} weights. If you trust "
                 "where it comes from, raise `max_weights`."
@@ -445,7 +444,7 @@ def _parse_stored(stored: bytes, shapes) -> list[np.ndarray]:
 
 def _parse_description(description: bytes, num_variables: int):
     inflate = zlib.decompressobj(wbits=-15, zdict=_description_dictionary())
-    raw = inflate.decompress(description, _MAX_DESCRIPTION_BYTES)
+    raw = inflate.decompress(description, MAX_DESCRIPTION_BYTES)
     if not inflate.eof or inflate.unused_data:
         raise FileFormatError("The description is damaged or too long.")
     try:

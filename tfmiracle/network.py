@@ -16,7 +16,13 @@ import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.layers import VariationalLayer
-from tfmiracle.miracle_file import CodedGroup, FileFormatError, MiracleFile
+from tfmiracle.miracle_file import (
+    MAX_DESCRIPTION_BYTES,
+    MAX_METADATA_BYTES,
+    CodedGroup,
+    FileFormatError,
+    MiracleFile,
+)
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.rules import Treatment
 
@@ -103,14 +109,24 @@ def check_network(model: keras.Model) -> keras.Model:
     Raises:
       ValueError: if the network cannot be described (its classes, a Lambda layer, a
         number that is not finite), is another one when it is rebuilt (other weights,
-        `tf.Variable`s, an adapted vocabulary), or has weights that cannot be stored.
+        `tf.Variable`s, an adapted vocabulary), takes more room to describe than a file
+        has (a large vocabulary), or has weights that cannot be stored.
     """
-    net = build_network(plain_architecture(model))
+    architecture = plain_architecture(model)
+    net = build_network(architecture)
     here, there = plain_weights(model), net.weights
     if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
         raise ValueError(
             f"{model.name!r} rebuilt from its configuration has other weights than it "
             "has now. Its layers must create all weights in `build`."
+        )
+    names = _names(getattr(model, "net", model), here)
+    size = len(json.dumps([architecture, names], separators=(",", ":")))
+    room = MAX_DESCRIPTION_BYTES - MAX_METADATA_BYTES
+    if size > room:
+        raise ValueError(
+            f"The configuration of {model.name!r} takes {size:,} bytes as JSON; a file "
+            f"has room for {room:,}. Keep large vocabularies and constants outside."
         )
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
@@ -207,7 +223,7 @@ def build_network(
 def load(
     path: str | os.PathLike,
     custom_objects: dict | None = None,
-    max_weights: int = DEFAULT_MAX_WEIGHTS,
+    max_weights: int | None = DEFAULT_MAX_WEIGHTS,
 ) -> keras.Model:
     """Loads the network of a `.miracle` file as a plain Keras model.
 
@@ -215,7 +231,8 @@ def load(
       path: the file.
       custom_objects: name -> class, for layers that are not registered with Keras.
       max_weights: refuse files that claim more weights than this. It bounds what the
-        decoder allocates; Keras allocates what the architecture asks for.
+        decoder allocates; Keras allocates what the architecture asks for. None for a
+        file that you trust.
 
     Returns:
       The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
