@@ -6,6 +6,7 @@ same bits a weight; to let one budget move between layers, wrap the whole networ
 `tfmiracle.VariationalModel`, in which these layers, too, share the blocks of the model.
 """
 
+import inspect
 import random
 
 import keras
@@ -60,18 +61,21 @@ class VariationalLayer:
         with substitute(self, self._substituted, values):
             return super().call(inputs)
 
-    def initialize_posterior(self, warm: bool = True) -> None:
+    def initialize_posterior(
+        self, warm: bool = True, warm_log_scale: float = 0.0
+    ) -> None:
         """Restarts the posterior from the present values of the weights.
 
         Use it after `set_weights` with the weights of a trained layer.
 
         Args:
-          warm: see `tfmiracle.posterior.BlockPosterior.initialize`.
+          warm, warm_log_scale: see `tfmiracle.posterior.BlockPosterior.initialize`.
         """
         self._built_posterior().initialize(
             [keras.ops.convert_to_numpy(v) for v in self._substituted],
             warm,
             self._options["log_scale"],
+            warm_log_scale,
         )
 
     @property
@@ -117,16 +121,6 @@ class MeanKLLayer(VariationalLayer):
     """
 
     PARAMETERIZATION = "mean_kl"
-    OPTIONS = (
-        "block_size",
-        "block_bits",
-        "kl_bits",
-        "codebook",
-        "log_scale",
-        "log_scale_rate",
-        "quota_rate",
-        "seed",
-    )
 
     def __init__(
         self,
@@ -153,6 +147,8 @@ class MeanKLLayer(VariationalLayer):
         }
         super().__init__(*args, options=options, **kwargs)
 
+    OPTIONS = tuple(inspect.getfullargspec(__init__).kwonlyargs)
+
 
 class MeanVarLayer(VariationalLayer):
     """A layer whose KL is annealed to the budget (Havasi et al. 2019).
@@ -173,19 +169,6 @@ class MeanVarLayer(VariationalLayer):
     """
 
     PARAMETERIZATION = "mean_var"
-    OPTIONS = (
-        "block_size",
-        "block_bits",
-        "kl_bits",
-        "codebook",
-        "log_scale",
-        "log_scale_rate",
-        "log_stddev",
-        "log_stddev_rate",
-        "beta",
-        "beta_rate",
-        "seed",
-    )
 
     def __init__(
         self,
@@ -217,6 +200,8 @@ class MeanVarLayer(VariationalLayer):
             "seed": seed,
         }
         super().__init__(*args, options=options, **kwargs)
+
+    OPTIONS = tuple(inspect.getfullargspec(__init__).kwonlyargs)
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
