@@ -1,27 +1,36 @@
 """Compares settings of `tfmiracle compress` on MNIST: error against minutes.
 
+Each choice is measured beside "half the steps", the lengths beside one another.
+
     python benchmarks/recipes.py --data=MNIST.npz --output=FOLDER [--seeds=0,1,2]
         [--only=NAME ...] [--dtype_policy=mixed_bfloat16] [--test]
 
 Runs every variant with every seed, one after the other, each in a process of its own;
 killed and started again, it goes on. Errors are those on 10,000 images held out of the
 training set, which is what settings are chosen by; with --test, all 60,000 train, and
-errors are those on the test set. Writes a JSON file a run, and a table.
+errors are those on the test set. Writes a JSON file a run, a table and a curve (with
+the packages of `tfmiracle[report]`).
 """
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import matplotlib.figure
+import numpy as np
 from tables import markdown, mean
 from timing import machine
 
 from tfmiracle.miracle_file import write_atomically
 
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
+
 BASE = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
+ALTERNATIVES = pathlib.Path(__file__).with_name("alternatives.py")
 
 
 def _rules(convolution, dense):
@@ -35,18 +44,26 @@ MEAN_VAR = {
     "finetune_learning_rate": 1e-3,
 }
 # What differs from BASE. `steps` are those of warm start, training and fine-tuning
-# after each of the rounds.
-VARIANTS = {
-    "quick": {},
-    "half the steps": {"steps": (2000, 6000, 90)},
-    "twice the steps": {"steps": (8000, 24000, 360)},
-    "four times the steps": {"steps": (16000, 48000, 720)},
-    "half the fine-tuning": {"steps": (4000, 12000, 90)},
-    "twice the fine-tuning": {"steps": (4000, 12000, 360)},
-    "batches of 32": {"batch_size": 32, "steps": (6400, 19200, 280)},
-    "batches of 128": {"batch_size": 128, "steps": (2800, 8400, 120)},
-    "batches of 200": {"batch_size": 200, "steps": (2000, 6000, 90)},
-    "no warm start": {"steps": (0, 16000, 180), "warm_start": False},
+# after each of the rounds; `alternative` is one of alternatives.py.
+LENGTHS = {
+    "half the steps": (2000, 6000, 90),
+    "quick": (4000, 12000, 180),
+    "twice the steps": (8000, 24000, 360),
+    "four times the steps": (16000, 48000, 720),
+}
+HALF = LENGTHS["half the steps"]
+CHOICES = {
+    # As many images as in batches of 64.
+    "batches of 32": {"batch_size": 32, "steps": (4000, 12000, 180)},
+    "batches of 128": {"batch_size": 128, "steps": (1000, 3000, 50)},
+    "batches of 200": {"batch_size": 200, "steps": (640, 1920, 30)},
+    # As many steps in all.
+    "no warm start": {"steps": (0, 8000, 90), "warm_start": False},
+    "longer warm start": {"steps": (4000, 4000, 90)},
+    "more fine-tuning": {"steps": (2000, 4000, 130)},
+    "less fine-tuning": {"steps": (2000, 8000, 50)},
+    "10 blocks a round": {"blocks_per_round": 10, "steps": (2000, 6000, 40)},
+    "100 blocks a round": {"blocks_per_round": 100, "steps": (2000, 6000, 370)},
     "scales and quotas faster": {
         "warm_log_scale": 0,
         "learning_rate": 1e-2,
@@ -59,11 +76,13 @@ VARIANTS = {
     "quotas five times as fast": {"quota_rate": 5},
     "learning rate 1e-2": {"learning_rate": 1e-2},
     "learning rate 4e-2": {"learning_rate": 4e-2},
+    "learning rate constant": {"decay": "constant"},
     "fine-tuning at 2e-3": {"finetune_learning_rate": 2e-3},
     "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
-    "10 blocks a round": {"blocks_per_round": 10, "finetune_steps": 70},
-    "100 blocks a round": {"blocks_per_round": 100, "finetune_steps": 720},
     "sampled candidates": {"selection": "sample"},
+    "best of four on a batch": {"alternative": "best_on_a_batch"},
+    "two weight samples a step": {"alternative": "two_samples"},
+    "network in float32": {"dtype_policy": "float32"},
     "KL of 18 bits": {"kl_bits": 18},
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
     "blocks of 24 weights, 24 bits": {"block_size": 24, "block_bits": 24},
@@ -72,17 +91,39 @@ VARIANTS = {
     "dense layer hashed to 1/128": {"rules": _rules(2, 128), "block_size": 18},
     "convolution not hashed": {"rules": _rules(1, 64), "block_size": 31},
     "convolution hashed to 1/4": {"rules": _rules(4, 64), "block_size": 15},
-    "Mean-Var": MEAN_VAR,
-    "Mean-Var, half the steps": {**MEAN_VAR, "steps": (2000, 6000, 90)},
-    "Mean-Var, twice the steps": {**MEAN_VAR, "steps": (8000, 24000, 360)},
+}
+MEAN_VAR_CHOICES = {
+    "scales from the weights": {"warm_log_scale": 0},
+    "scales slower": {"log_scale_rate": 0.1},
+    "standard deviations as fast as means": {"log_stddev_rate": 1},
+    "learning rate 1e-3": {"learning_rate": 1e-3},
+    "learning rate 4e-3": {"learning_rate": 4e-3},
+    "fine-tuning at 5e-4": {"finetune_learning_rate": 5e-4},
+    "fine-tuning at 2e-3": {"finetune_learning_rate": 2e-3},
+    "beta five times as fast": {"beta_rate": 5e-3},
+    "more fine-tuning": {"steps": (2000, 4000, 130)},
+    "largest KL first": {"alternative": "largest_kl_first"},
+}
+VARIANTS = {
+    **{name: {"steps": steps} for name, steps in LENGTHS.items()},
+    **{
+        f"Mean-Var, {name}": {**MEAN_VAR, "steps": steps}
+        for name, steps in LENGTHS.items()
+    },
+    **{f"half: {name}": {"steps": HALF, **v} for name, v in CHOICES.items()},
+    **{
+        f"Mean-Var, half: {name}": {**MEAN_VAR, "steps": HALF, **v}
+        for name, v in MEAN_VAR_CHOICES.items()
+    },
 }
 STEPS = ("warmup_steps", "train_steps", "finetune_steps")
 STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
 
 
-def flags_of(variant: dict) -> list[str]:
-    settings = dict(variant)
-    settings |= zip(STEPS, settings.pop("steps", ()))
+def flags_of(variant: dict, common: dict) -> list[str]:
+    settings = common | variant
+    settings |= zip(STEPS, settings.pop("steps"))
+    settings.pop("alternative", None)
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
@@ -90,20 +131,25 @@ def run(name: str, seed: int, arguments) -> dict | None:
     """The record of a run, made now unless it is there; None if the run fails."""
     stem = f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{seed}"
     path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
-    settings = flags_of(VARIANTS[name])
-    settings += [] if arguments.test else [f"--validation_fraction={1 / 6}"]
+    variant = VARIANTS[name]
+    common = {} if arguments.test else {"validation_fraction": 1 / 6}
     if arguments.dtype_policy:
-        settings += [f"--dtype_policy={arguments.dtype_policy}"]
+        common["dtype_policy"] = arguments.dtype_policy
+    settings = flags_of(variant, common)
     base = [line for line in BASE.read_text().split("\n") if line.startswith("--")]
     last = {flag.partition("=")[0]: flag for flag in base + settings}
     made_with = sorted(last.values())
+    command = ["-m", "tfmiracle.cli", "compress"]
+    if "alternative" in variant:
+        command = [str(ALTERNATIVES), variant["alternative"]]
+        made_with.append(f"alternatives.py {variant['alternative']}")
     if path.exists():
         record = json.loads(path.read_text())
         if record["made_with"] != made_with:
             sys.exit(f"{path} was made with other settings: choose another --output.")
         return record
     print(f"{name}, seed {seed}", flush=True)
-    command = [sys.executable, "-m", "tfmiracle.cli", "compress"]
+    command = [sys.executable, *command]
     command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
     command += [*settings, "--json", "--overwrite"]
     command += [f"--workdir={runs / stem}", f"--output={runs / stem}.miracle"]
@@ -153,6 +199,43 @@ def table(records: dict[str, list[dict]]) -> str:
     return f"{notes}\n{markdown(titles, rows)}"
 
 
+def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
+    """Draws error against minutes: a line for each method, a dot for other settings."""
+
+    def point(name):
+        runs = records[name]
+        minutes = np.mean([r["seconds"] / 60 for r in runs])
+        errors = [100 * r["errors"]["decoded"] for r in runs]
+        spread = np.std(errors, ddof=1) / len(errors) ** 0.5 if errors[1:] else 0
+        return minutes, np.mean(errors), spread
+
+    done = [name for name, runs in records.items() if runs]
+    figure = matplotlib.figure.Figure((5, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for first, label, style, color in (
+        ("Mean-Var, ", "Mean-Var", "s--", "#0072B2"),
+        ("", "Mean-KL", "o-", "#E69F00"),
+    ):
+        line = [point(first + name) for name in LENGTHS if first + name in done]
+        dots = [point(name) for name in done if name.startswith(f"{first}half: ")]
+        if dots:
+            axes.plot(*zip(*(d[:2] for d in dots)), style[0], color=color, alpha=0.4)
+        if line:
+            minutes, errors, spread = zip(*line)
+            axes.errorbar(
+                minutes, errors, spread, fmt=style, color=color, label=label, capsize=3
+            )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    cores = {r["machine"]["cores"] for name in done for r in records[name]}
+    axes.set_xlabel(f"minutes (cores: {', '.join(map(str, sorted(cores)))})")
+    sets = {r["evaluated_on"] for name in done for r in records[name]}
+    axes.set_ylabel(f"error when decoded, {' and '.join(sets)} set, %")
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="MNIST as Keras' .npz file")
@@ -175,6 +258,7 @@ def main():
             record = run(name, seed, arguments)
             records.setdefault(name, []).extend([record] if record else [])
             (arguments.output / "table.md").write_text(table(records))
+            curve(records, arguments.output / "curve.svg")
     print(table(records))
 
 

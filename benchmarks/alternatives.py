@@ -1,0 +1,96 @@
+"""Ways of training and coding that the package does not have, for `recipes.py`.
+
+    python benchmarks/alternatives.py NAME FLAGS...
+
+is `tfmiracle compress FLAGS...` with one thing done differently.
+"""
+
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+from tfmiracle import cli
+from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.coder import EncodedBlocks, MinimalRandomCoder
+from tfmiracle.models import VariationalModel
+
+CANDIDATES = 4
+JUDGES = 1000  # training images
+
+
+def two_samples():
+    """Each half of a batch sees a sample of the weights of its own."""
+    whole = VariationalModel.call
+
+    def call(self, inputs, training=None):
+        if not training:
+            return whole(self, inputs, training)
+        halves = tf.split(inputs, 2)
+        return tf.concat([whole(self, half, training) for half in halves], 0)
+
+    VariationalModel.call = call
+
+
+def largest_kl_first():
+    """Each round codes the blocks that then have the largest KL."""
+    code = CompressionCallback._round
+
+    def ordered(self, logs):
+        kl = [posterior.block_kl().numpy() for posterior in self._posteriors]
+        self._todo.sort(key=lambda place: -kl[place[0]][place[1]])
+        code(self, logs)
+
+    CompressionCallback._round = ordered
+
+
+def best_on_a_batch():
+    """Of the four candidates of largest weight, a block takes that of least loss.
+
+    More precisely, of the best ones of four leaves. The loss is that of training
+    images under the means of the blocks not coded yet; rounds have images of their own.
+    """
+    fit, encode = VariationalModel.fit, MinimalRandomCoder.encode
+    model = batches = loss = rank = None
+
+    def remembered(self, x, **kwargs):
+        nonlocal model, batches, loss
+        model, batches = self, iter(x.unbatch().batch(JUDGES))
+        loss = tf.function(
+            lambda x, y: self.compute_loss(x, y, self(x, training=False), None, False)
+        )
+        return fit(self, x, **kwargs)
+
+    def select(self, means, maxima, uniforms):
+        of_leaves = means is not maxima
+        return np.argsort(-maxima, axis=1)[:, rank if of_leaves else 0]
+
+    def best(self, blocks, loc, log_scale):
+        nonlocal rank
+        found = []
+        for place in range(CANDIDATES):
+            rank = place
+            found.append(encode(self, blocks, loc, log_scale))
+        x, y = next(batches)
+        chosen = []
+        for row, block in enumerate(blocks):
+            losses = []
+            for candidates in found:
+                model.block_posterior.fix([block], candidates.indices[[row]])
+                losses.append(float(loss(x, y)))
+            best = found[int(np.argmin(losses))]
+            model.block_posterior.fix([block], best.indices[[row]])
+            chosen.append([values[row] for values in best])
+        return EncodedBlocks(*map(np.array, zip(*chosen, strict=True)))
+
+    VariationalModel.fit = remembered
+    MinimalRandomCoder._select = select
+    MinimalRandomCoder.encode = best
+
+
+ALTERNATIVES = {f.__name__: f for f in (two_samples, largest_kl_first, best_on_a_batch)}
+
+
+if __name__ == "__main__":
+    ALTERNATIVES[sys.argv[1]]()
+    sys.exit(cli.main(["compress", *sys.argv[2:]]))
