@@ -423,7 +423,7 @@ def closest(record, step):
     reaching = [row for row in tried if row["validation_error"] <= ours]
     best = min(tried, key=lambda row: row["validation_error"])
     best = min(reaching, key=lambda row: row["bytes"], default=best)
-    note = f"{best['kept']:.0%} kept, {best['clusters']} clusters"
+    note = f"{best['kept']:.1%} kept, {best['clusters']} clusters"
     return {**best, "note": note if reaching else f"{note}, never at our error"}
 
 
