@@ -6,8 +6,10 @@ In this package a block leaves the penalty when it is coded, and its Q is kept a
 was. Left in, nothing but the penalty has a gradient there, so that Adam takes Q to P
 while the other blocks are coded. That is computed here, weight by weight, for the
 Mean-Var runs of a study (with the rates of the paper) that still have their posteriors
-in W/runs; then their files are pruned by KL, ranked by the one Q and by the other.
-Writes accuracies, and quantiles of what the paper's Figure 1 shows.
+in W/runs, as if Adam started anew at each block: what it remembers of the likelihood's
+gradients, which is not kept, delays it for some thousand steps, so that blocks coded
+late would keep more of their Q. Then the files are pruned by KL, ranked by the one Q
+and by the other. Writes accuracies, and quantiles of what the paper's Figure 1 shows.
 """
 
 import argparse
@@ -114,6 +116,8 @@ def main():
         for path in sorted((arguments.workdir / "records").glob("mean_var_*.json"))
         if (folder / f"{path.stem}.posterior.npz").exists()
     ]
+    if not found:
+        parser.error(f"--workdir: {folder} has no posterior of a Mean-Var run")
     text = json.dumps(found, indent=1) + "\n"
     write_atomically(arguments.output, text.encode(), overwrite=True)
     for what in ("as_coded", "penalty_going_on"):

@@ -471,8 +471,8 @@ def test_parameters_that_are_not_finite_are_refused(tmp_path, quick, name):
 def test_a_file_that_decodes_to_something_else_is_not_written(
     tmp_path, quick, monkeypatch
 ):
-    def wrong(data):
-        decoded = decode(data)
+    def wrong(data, **options):
+        decoded = decode(data, **options)
         decoded.weights["two/bias"][1] += 1e-6
         return decoded
 

@@ -532,6 +532,18 @@ def test_what_a_file_cannot_hold_shows_before_training(fault, message, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_an_attribute_called_net_is_no_network(tmp_path):
+    parts = [tfmiracle.MeanKLDense(3), tfmiracle.MeanKLDense(2)]
+    model = keras.Sequential([layers.Input((6,)), *parts])
+    for model.net in ("resnet", parts[1]):
+        check_network(model)
+    fix_all(model)
+    assert_equal_arrays(
+        through_file(model, tmp_path).get_weights(),
+        [value for p, _ in posteriors(model) for value in arrays(p.values())],
+    )
+
+
 def test_vocabularies_must_be_arguments():
     def net(**kwargs):
         table = layers.IntegerLookup(output_mode="multi_hot", **kwargs)

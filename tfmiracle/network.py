@@ -80,7 +80,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         **(metadata or {}),
     }
     return MiracleFile(
-        _names(getattr(model, "net", model), variables),
+        _names(_plain(model), variables),
         coded,
         groups,
         stored,
@@ -120,7 +120,7 @@ def check_network(model: keras.Model) -> keras.Model:
             f"{model.name!r} rebuilt from its configuration has other weights than it "
             "has now. Its layers must create all weights in `build`."
         )
-    names = _names(getattr(model, "net", model), here)
+    names = _names(_plain(model), here)
     size = len(json.dumps([architecture, names], separators=(",", ":")))
     room = MAX_DESCRIPTION_BYTES - MAX_METADATA_BYTES
     if size > room:
@@ -186,7 +186,7 @@ def architecture_by_place(model: keras.Model) -> dict:
     depend on that. So `dense_7` and `dense_9` become `dense` and `dense_1`, in the
     order they have. Names that Keras could not have given stay as they are.
     """
-    return _rename(plain_architecture(model), _places(getattr(model, "net", model)))
+    return _rename(plain_architecture(model), _places(_plain(model)))
 
 
 def build_network(
@@ -279,6 +279,11 @@ def accuracy_of(
     set_weights(model, list(decoded.weights.values()))
     scores = model.predict(x, batch_size=500, verbose=0)
     return float(np.mean(np.argmax(scores, -1) == y))
+
+
+def _plain(model):
+    """The network that a model wraps, or the model itself."""
+    return model.net if isinstance(model, VariationalModel) else model
 
 
 def _coded_parts(model):
