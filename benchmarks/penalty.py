@@ -80,8 +80,7 @@ def coding_scale(file: MiracleFile) -> np.ndarray:
     return group.layout.to_effective(group.scales[group.layout.scale_index_of_slot()])
 
 
-def measured(folder: pathlib.Path, record: dict, data) -> dict:
-    name = f"mean_var_b{record['block_size']}_s{record['seed']}"
+def measured(folder: pathlib.Path, name: str, record: dict, data) -> dict:
     file = MiracleFile.read(folder / f"{name}.miracle")
     posterior = CodedPosterior.read(folder / f"{name}.posterior.npz")
     posterior.check_fits(file)
@@ -112,7 +111,7 @@ def main():
     data = load_dataset(arguments.data)
     folder = arguments.workdir / "runs"
     found = [
-        measured(folder, read_record(path), data)
+        measured(folder, path.stem, read_record(path), data)
         for path in sorted((arguments.workdir / "records").glob("mean_var_*.json"))
         if (folder / f"{path.stem}.posterior.npz").exists()
     ]

@@ -21,11 +21,11 @@ import subprocess
 import sys
 
 import matplotlib.figure
-import numpy as np
 from tables import markdown, mean
 from timing import machine
 
 from tfmiracle.miracle_file import write_atomically
+from tfmiracle.records import mean_and_error
 
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
 
@@ -204,10 +204,9 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
 
     def point(name):
         runs = records[name]
-        minutes = np.mean([r["seconds"] / 60 for r in runs])
-        errors = [100 * r["errors"]["decoded"] for r in runs]
-        spread = np.std(errors, ddof=1) / len(errors) ** 0.5 if errors[1:] else 0
-        return minutes, np.mean(errors), spread
+        minutes, _ = mean_and_error([r["seconds"] / 60 for r in runs])
+        error, spread = mean_and_error([100 * r["errors"]["decoded"] for r in runs])
+        return minutes, error, spread or 0
 
     done = [name for name, runs in records.items() if runs]
     figure = matplotlib.figure.Figure((5, 3.5), layout="constrained")
