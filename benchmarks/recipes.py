@@ -52,6 +52,11 @@ LENGTHS = {
     "four times the steps": (16000, 48000, 720),
 }
 HALF = LENGTHS["half the steps"]
+# Half the payload: 621 blocks, so half the rounds, each fine-tuned twice as long.
+SMALLER = {
+    f"1111x, {name}": {"block_size": 40, "steps": (warmup, train, 2 * finetune)}
+    for name, (warmup, train, finetune) in LENGTHS.items()
+}
 CHOICES = {
     # About as many images as in batches of 64.
     "batches of 32": {"batch_size": 32, "steps": (4000, 12000, 180)},
@@ -110,6 +115,7 @@ VARIANTS = {
         f"Mean-Var, {name}": {**MEAN_VAR, "steps": steps}
         for name, steps in LENGTHS.items()
     },
+    **SMALLER,
     **{f"half: {name}": {"steps": HALF, **v} for name, v in CHOICES.items()},
     **{
         f"Mean-Var, half: {name}": {**MEAN_VAR, "steps": HALF, **v}
@@ -214,6 +220,7 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
     for first, label, style, color in (
         ("Mean-Var, ", "Mean-Var", "s--", "#0072B2"),
         ("", "Mean-KL", "o-", "#E69F00"),
+        ("1111x, ", "Mean-KL, half the payload", "^:", "#009E73"),
     ):
         line = [point(first + name) for name in LENGTHS if first + name in done]
         dots = [point(name) for name in done if name.startswith(f"{first}half: ")]
