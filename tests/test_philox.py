@@ -104,6 +104,17 @@ def test_permutation_orders_equal_words_by_position(monkeypatch):
     assert philox.permutation(0, 0, 0, 5).tolist() == [1, 3, 0, 2, 4]
 
 
+@pytest.mark.parametrize("shape", [(1023,), (1024,), (3, 2000), ((1 << 22) + 1,)])
+def test_permutations_of_any_length_sort_alike(monkeypatch, shape):
+    # Few values in either half, so that many words are equal in one or in both.
+    halves = np.random.default_rng(0).integers(0, 99, (2, *shape), np.uint32)
+    words = halves[0] << np.uint32(16) | halves[1]
+    monkeypatch.setattr(philox, "words", lambda *_: words)
+    result = philox.permutation(0, 0, np.arange(3), shape[-1])
+    assert result.dtype == np.int64
+    np.testing.assert_array_equal(result, np.argsort(words, kind="stable"))
+
+
 def test_permutations_are_uniform():
     drawn = philox.permutation(3, Domain.SHUFFLE, np.arange(24_000), 4)
     _, counts = np.unique(drawn @ [64, 16, 4, 1], return_counts=True)
