@@ -4,12 +4,12 @@
 
 In this package a block leaves the penalty when it is coded, and its Q is kept as it
 was. Left in, nothing but the penalty has a gradient there, so that Adam takes Q to P
-while the other blocks are coded. That is computed here, weight by weight, for the
-Mean-Var runs of a study (with the rates of the paper) that still have their posteriors
-in W/runs, as if Adam started anew at each block: what it remembers of the likelihood's
-gradients, which is not kept, delays it for some thousand steps, so that blocks coded
-late would keep more of their Q. Then the files are pruned by KL, ranked by the one Q
-and by the other. Writes accuracies, and quantiles of what the paper's Figure 1 shows.
+while the other blocks are coded, the later the larger the likelihood's gradients were,
+which it remembers. That is computed here, weight by weight, for the Mean-Var runs of a
+study (with the rates of the paper) that still have their posteriors in W/runs, once for
+the steps of the run and once for those of the paper. Then the files are pruned by KL,
+ranked by one Q and by another. Writes accuracies, and quantiles of what the paper's
+Figure 1 shows.
 """
 
 import argparse
@@ -17,56 +17,111 @@ import dataclasses
 import json
 import pathlib
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import load_dataset
-from tfmiracle.decoder import decode
+from tfmiracle.decoder import decode, decoded_network
 from tfmiracle.miracle_file import MiracleFile, write_atomically
-from tfmiracle.network import accuracy_of, to_network
+from tfmiracle.network import accuracy_of, set_weights, to_network
 from tfmiracle.pruning import pruned_networks
 from tfmiracle.records import read_record
 
+BATCHES = 100
 FRACTIONS = tuple(i / 10 for i in range(10))
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
-def adam(gradient, value, steps, learning_rate):
-    """Entry i of `value` after `steps[i]` steps; `steps` must not increase."""
-    first, second = np.zeros_like(value), np.zeros_like(value)
+def likelihood_moments(
+    file: MiracleFile, posterior: CodedPosterior, net: keras.Model, data, settings
+) -> np.ndarray:
+    """Adam's second moments of loc and log sigma, of the likelihood's gradients alone.
+
+    float32[2, num_effective]: mean squares over batches, with a sample of Q each.
+    """
+    layout, rng = file.groups[0].layout, np.random.default_rng(0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    batch_size = settings["batch_size"]
+
+    @tf.function
+    def gradients(x, y):
+        variables = [v.value for v in net.weights]  # all of them are coded
+        with tf.GradientTape() as tape:
+            value = loss(y, net(x, training=True))
+        return tape.gradient(value, variables)
+
+    squares = np.zeros((2, layout.num_effective), np.float32)
+    for _ in range(BATCHES):
+        noise = posterior.scale[0] * rng.standard_normal(
+            layout.num_effective, np.float32
+        )
+        sample = layout.to_blocks(posterior.loc[0] + noise)
+        set_weights(net, list(decoded_network(file, [sample]).weights.values()))
+        rows = rng.integers(0, len(data.x_train), batch_size)
+        parts = []
+        for i, (v, g) in enumerate(
+            zip(
+                layout.variables,
+                gradients(data.x_train[rows], data.y_train[rows]),
+                strict=True,
+            )
+        ):
+            g = g.numpy().reshape(-1)
+            if v.hash_factor > 1:
+                index, sign = layout.hashing(i)
+                g = np.bincount(index, sign * g, v.effective_size)
+            parts.append(g)
+        gradient = np.concatenate(parts)
+        squares += np.square([gradient, gradient * noise])
+    return squares / BATCHES
+
+
+def adam(gradient, value, second, steps, learning_rate):
+    """Entry i of `value` after `steps[i]` steps; `steps` must not increase.
+
+    Starts from a second moment, and without bias correction: both have settled.
+    """
+    first, second = np.zeros_like(value), second.copy()
     for t in range(1, steps[0] + 1):
         some = slice(np.searchsorted(-steps, -t, side="right"))
         g = gradient(t, value[some], some)
         first[some] += 0.1 * (g - first[some])
         second[some] += 0.001 * (g * g - second[some])
-        rate = learning_rate * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
-        value[some] -= rate * first[some] / (np.sqrt(second[some]) + 1e-7)
+        value[some] -= learning_rate * first[some] / (np.sqrt(second[some]) + 1e-7)
     return value
 
 
 def with_penalty(
-    file: MiracleFile, posterior: CodedPosterior, record: dict
+    file: MiracleFile,
+    posterior: CodedPosterior,
+    moments: np.ndarray,
+    settings: dict,
+    scale: float,
 ) -> CodedPosterior:
-    """Q where the penalty goes on."""
-    (group,), settings = file.groups, record["settings"]
-    layout = group.layout
+    """Q where the penalty goes on, for `1 / scale` times the steps of the run."""
+    layout = file.groups[0].layout
     rounds = -(-layout.num_blocks // settings["blocks_per_round"])
     coded_in = layout.slots // layout.block_size // settings["blocks_per_round"]
-    steps = settings["finetune_steps"] * (rounds - 1 - coded_in)
+    steps = round(settings["finetune_steps"] / scale) * (rounds - 1 - coded_in)
     order = np.argsort(-steps, kind="stable")
-    rho = coding_scale(file)[order]
-    rest = steps[order], settings["finetune_learning_rate"]
-    # The KL is below the budget, so beta shrinks. It hardly matters to Adam.
-    beta, factor = 1e-4, 1 + settings["beta_rate"]
+    rho, steps = coding_scale(file)[order], steps[order]
+    # The KL is below the budget, so beta shrinks, from about where annealing left it.
+    beta, factor = 1e-4, 1 + settings["beta_rate"] * scale
     loc = adam(
         lambda t, x, some: beta * factor**-t * x / rho[some] ** 2,
         posterior.loc[0][order],
-        *rest,
+        moments[0][order],
+        steps,
+        settings["finetune_learning_rate"],
     )
     log_scale = adam(
         lambda t, x, some: beta * factor**-t * np.expm1(2 * (x - np.log(rho[some]))),
         np.log(posterior.scale[0][order]),
-        *rest,
+        moments[1][order],
+        steps,
+        settings["finetune_learning_rate"],
     )
     back = np.argsort(order)
     return dataclasses.replace(
@@ -84,11 +139,19 @@ def measured(folder: pathlib.Path, name: str, record: dict, data) -> dict:
     file = MiracleFile.read(folder / f"{name}.miracle")
     posterior = CodedPosterior.read(folder / f"{name}.posterior.npz")
     posterior.check_fits(file)
-    net = to_network(decode(file))
+    net, settings = to_network(decode(file)), record["settings"]
+    moments = likelihood_moments(file, posterior, net, data, settings)
     found = {"run": name, "fractions": FRACTIONS, "quantiles": QUANTILES}
+    found["root_mean_square_gradients"] = np.sqrt(moments.mean(1)).tolist()
     for what, q in (
         ("as_coded", posterior),
-        ("penalty_going_on", with_penalty(file, posterior, record)),
+        *(
+            (what, with_penalty(file, posterior, moments, settings, scale))
+            for what, scale in (
+                ("penalty_going_on", 1),
+                ("penalty_going_on_at_full_length", record["scale"]),
+            )
+        ),
     ):
         log_ratio = np.log(q.scale[0] / coding_scale(file))
         found[what] = {
@@ -119,7 +182,7 @@ def main():
         parser.error(f"--workdir: {folder} has no posterior of a Mean-Var run")
     text = json.dumps(found, indent=1) + "\n"
     write_atomically(arguments.output, text.encode(), overwrite=True)
-    for what in ("as_coded", "penalty_going_on"):
+    for what in (key for key, value in found[0].items() if isinstance(value, dict)):
         mean = np.mean([run[what]["accuracy"] for run in found], axis=0)
         print(what, *(f"{f:.0%}: {a:.1%}" for f, a in zip(FRACTIONS, mean)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
+from tfmiracle.records import mean_and_error
 
 
 def markdown(titles: Sequence, rows: Iterable[Sequence]) -> str:
@@ -12,7 +12,5 @@ def markdown(titles: Sequence, rows: Iterable[Sequence]) -> str:
 
 def mean(values: Sequence[float], digits: int) -> str:
     """With the standard error, where there are several."""
-    text = f"{np.mean(values):,.{digits}f}"
-    if len(values) > 1:
-        text += f" ± {np.std(values, ddof=1) / len(values) ** 0.5:,.{digits}f}"
-    return text
+    mean, error = mean_and_error(values)
+    return f"{mean:,.{digits}f}" + ("" if error is None else f" ± {error:,.{digits}f}")

@@ -262,6 +262,8 @@ def test_max_weights_is_exact():
         MiracleFile.from_bytes(data, max_weights=28)
     with pytest.raises(FileFormatError, match="more than 28 weights"):
         decode(data, max_weights=28)
+    with pytest.raises(FileFormatError, match="more than nan weights"):
+        decode(data, max_weights=math.nan)
 
 
 # Bytes that are wrong, but whose check values are right.

@@ -385,7 +385,7 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
         shape = tuple(take(2**40) for _ in range(take(_MAX_DIMENSIONS)))
         # A length of 0 does not excuse others that no array can have.
         total += math.prod(max(length, 1) for length in shape)
-        if max_weights is not None and total > max_weights:
+        if max_weights is not None and not total <= max_weights:  # NaN refuses
             raise FileFormatError(
                 f"The file claims more than {max_weights:,} weights. If you trust "
                 "where it comes from, raise `max_weights`."

@@ -129,7 +129,7 @@ class VariationalModel(keras.Model):
             raise ValueError(
                 f"`net` ({net.name!r}) has no trainable weights that could be coded."
             )
-        ruled = {id(v) for _, variables in posteriors(net) for v in variables}
+        ruled = ids_under_posteriors(net)
         for v, path, treatment in zip(weights, paths, treated, strict=True):
             if treatment.stored and id(v) in ruled:
                 raise ValueError(
@@ -264,8 +264,7 @@ def codable_variables(net: keras.Model) -> list[keras.Variable]:
 
     Those of variational layers are their kernels and biases, not their posteriors.
     """
-    parts = posteriors(net)
-    covered = {id(v) for _, variables in parts for v in variables}
+    covered = ids_under_posteriors(net)
     return [
         v
         for v in plain_weights(net)
@@ -299,3 +298,8 @@ def posteriors(
     for layer in model._layers:
         found.update((id(part[0]), part) for part in posteriors(layer))
     return list(found.values())
+
+
+def ids_under_posteriors(model: keras.Layer) -> set[int]:
+    """`id` of every variable that a posterior rules, see `posteriors`."""
+    return {id(v) for _, variables in posteriors(model) for v in variables}

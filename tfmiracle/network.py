@@ -23,7 +23,12 @@ from tfmiracle.miracle_file import (
     FileFormatError,
     MiracleFile,
 )
-from tfmiracle.models import VariationalModel, plain_weights, posteriors
+from tfmiracle.models import (
+    VariationalModel,
+    ids_under_posteriors,
+    plain_weights,
+    posteriors,
+)
 from tfmiracle.rules import Treatment
 
 
@@ -145,7 +150,7 @@ def check_network(model: keras.Model) -> keras.Model:
                 "configuration. Give it as the argument `vocabulary`, instead of "
                 "`adapt`."
             )
-    ruled = {id(v) for _, variables in posteriors(model) for v in variables}
+    ruled = ids_under_posteriors(model)
     _check_stored(model, [v for v in here if id(v) not in ruled])
     return net
 
