@@ -48,13 +48,22 @@ def cells(name: str, row: dict) -> list[str]:
     ours = row["ours"]
     of = row.get("peers", {}) | row.get("limits", {})
     ratio = {peer: value / ours if ours else float("inf") for peer, value in of.items()}
+    least = max(row.get("limits", {}).values(), default=0)  # ms
+
+    def verdict(peer, target):
+        if ratio[peer] >= target:
+            return "yes"
+        if peer in row["peers"] and of[peer] < target * least:
+            return f"no, the limit allows {number(of[peer] / least)}"
+        return "no"
+
     return [
         name,
         f"{number(ours)} {row.get('unit', '')}".strip(),
         "<br>".join(f"{p}: {number(ratio[p])}" for p in row.get("peers", {})),
         "<br>".join(f"{p}: {ratio[p]:.0%}" for p in row.get("limits", {})),
         "<br>".join(
-            f"{number(target)} of {p}: {'yes' if ratio[p] >= target else 'no'}"
+            f"{number(target)} of {p}: {verdict(p, target)}"
             for p, target in row.get("targets", {}).items()
         ),
     ]
