@@ -4,12 +4,13 @@
 
 In this package a block leaves the penalty when it is coded, and its Q is kept as it
 was. Left in, nothing but the penalty has a gradient there, so that Adam takes Q to P
-while the other blocks are coded, the later the larger the likelihood's gradients were,
-which it remembers. That is computed here, weight by weight, for the Mean-Var runs of a
+while the other blocks are coded; as it remembers the likelihood's gradients, it does so
+slowly at first. That is computed here, weight by weight, for the Mean-Var runs of a
 study (with the rates of the paper) that still have their posteriors in W/runs, once for
 the steps of the run and once for those of the paper. Then the files are pruned by KL,
-ranked by one Q and by another. Writes accuracies, and quantiles of what the paper's
-Figure 1 shows.
+ranked by one Q and by another; of weights that are back at P, the layer of smaller rho
+goes first, then what comes first in the file. Writes accuracies, and quantiles of what
+the paper's Figure 1 shows.
 """
 
 import argparse
@@ -99,16 +100,19 @@ def with_penalty(
     moments: np.ndarray,
     settings: dict,
     scale: float,
+    beta: float,
 ) -> CodedPosterior:
-    """Q where the penalty goes on, for `1 / scale` times the steps of the run."""
+    """Q where the penalty goes on, for `1 / scale` times the steps of the run.
+
+    `beta` weighs it at first. It shrinks, as the KL soon is below the budget.
+    """
     layout = file.groups[0].layout
     rounds = -(-layout.num_blocks // settings["blocks_per_round"])
     coded_in = layout.slots // layout.block_size // settings["blocks_per_round"]
     steps = round(settings["finetune_steps"] / scale) * (rounds - 1 - coded_in)
     order = np.argsort(-steps, kind="stable")
     rho, steps = coding_scale(file)[order], steps[order]
-    # The KL is below the budget, so beta shrinks, from about where annealing left it.
-    beta, factor = 1e-4, 1 + settings["beta_rate"] * scale
+    factor = 1 + settings["beta_rate"] * scale
     loc = adam(
         lambda t, x, some: beta * factor**-t * x / rho[some] ** 2,
         posterior.loc[0][order],
@@ -135,7 +139,7 @@ def coding_scale(file: MiracleFile) -> np.ndarray:
     return group.layout.to_effective(group.scales[group.layout.scale_index_of_slot()])
 
 
-def measured(folder: pathlib.Path, name: str, record: dict, data) -> dict:
+def measured(folder: pathlib.Path, name: str, record: dict, data, beta: float) -> dict:
     file = MiracleFile.read(folder / f"{name}.miracle")
     posterior = CodedPosterior.read(folder / f"{name}.posterior.npz")
     posterior.check_fits(file)
@@ -146,7 +150,7 @@ def measured(folder: pathlib.Path, name: str, record: dict, data) -> dict:
     for what, q in (
         ("as_coded", posterior),
         *(
-            (what, with_penalty(file, posterior, moments, settings, scale))
+            (what, with_penalty(file, posterior, moments, settings, scale, beta))
             for what, scale in (
                 ("penalty_going_on", 1),
                 ("penalty_going_on_at_full_length", record["scale"]),
@@ -170,11 +174,17 @@ def main():
     parser.add_argument("--workdir", required=True, type=pathlib.Path)
     parser.add_argument("--data", required=True, help="MNIST as Keras' .npz file")
     parser.add_argument("--output", required=True)
+    parser.add_argument(
+        "--beta",
+        type=float,
+        default=1e-4,
+        help="weight of the penalty when a block is coded; annealing ends near 1e-4",
+    )
     arguments = parser.parse_args()
     data = load_dataset(arguments.data)
     folder = arguments.workdir / "runs"
     found = [
-        measured(folder, path.stem, read_record(path), data)
+        measured(folder, path.stem, read_record(path), data, arguments.beta)
         for path in sorted((arguments.workdir / "records").glob("mean_var_*.json"))
         if (folder / f"{path.stem}.posterior.npz").exists()
     ]

@@ -30,7 +30,8 @@ SPAWN = multiprocessing.get_context("spawn")
 EXPLANATION = """
 Times are the shortest of several, in ms unless said. "Peer / ours" is how many times
 less we take, "of the limit" the time that the machine needs at least for that part of
-the work, divided by ours. A target is such a ratio that this project set out to reach.
+the work, divided by ours. A target is such a ratio that this project set out to reach;
+"the limit allows" is what it would be in the time that the machine needs at least.
 """
 
 
@@ -48,12 +49,12 @@ def cells(name: str, row: dict) -> list[str]:
     ours = row["ours"]
     of = row.get("peers", {}) | row.get("limits", {})
     ratio = {peer: value / ours if ours else float("inf") for peer, value in of.items()}
-    least = max(row.get("limits", {}).values(), default=0)  # ms
+    least = max(row.get("limits", {}).values(), default=0)
 
     def verdict(peer, target):
         if ratio[peer] >= target:
             return "yes"
-        if peer in row["peers"] and of[peer] < target * least:
+        if peer in row.get("peers", {}) and of[peer] < target * least:
             return f"no, the limit allows {number(of[peer] / least)}"
         return "no"
 

@@ -104,11 +104,13 @@ def test_permutation_orders_equal_words_by_position(monkeypatch):
     assert philox.permutation(0, 0, 0, 5).tolist() == [1, 3, 0, 2, 4]
 
 
-@pytest.mark.parametrize("shape", [(1023,), (1024,), (3, 2000), ((1 << 22) + 1,)])
+@pytest.mark.parametrize("shape", [(4095,), (4096,), (3, 5000), ((1 << 21) + 1,)])
 def test_permutations_of_any_length_sort_alike(monkeypatch, shape):
     # Few values in either half, so that many words are equal in one or in both.
-    halves = np.random.default_rng(0).integers(0, 99, (2, *shape), np.uint32)
-    words = halves[0] << np.uint32(16) | halves[1]
+    rng = np.random.default_rng(0)
+    values = np.uint32([0, 1, 0x7FFF, 0x8000, 0xFFFF, *rng.integers(0, 1 << 16, 60)])
+    high, low = rng.choice(values, (2, *shape))
+    words = high << np.uint32(16) | low
     monkeypatch.setattr(philox, "words", lambda *_: words)
     result = philox.permutation(0, 0, np.arange(3), shape[-1])
     assert result.dtype == np.int64
