@@ -9,8 +9,8 @@ either parameterization and for half the payload.
 Runs every variant with every seed, one after the other, each in a process of its own;
 killed and started again, it goes on. Errors are those on 10,000 images held out of the
 training set, which is what settings are chosen by; with --test, all 60,000 train, and
-errors are those on the test set. Writes a JSON file a run, a table and a curve (with
-the packages of `tfmiracle[report]`).
+errors are those on the test set. Writes a JSON file a run, and a table and a curve of
+all that are in the folder (with the packages of `tfmiracle[report]`).
 """
 
 import argparse
@@ -139,9 +139,13 @@ def flags_of(variant: dict, common: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
-def run(name: str, seed: int, arguments) -> dict | None:
-    """The record of a run, made now unless it is there; None if the run fails."""
-    stem = f"{re.sub('[^A-Za-z0-9]+', '-', name)}-{seed}"
+def stem_of(name: str) -> str:
+    return re.sub("[^A-Za-z0-9]+", "-", name)
+
+
+def run(name: str, seed: int, arguments) -> None:
+    """Makes the record of a run, unless it is there."""
+    stem = f"{stem_of(name)}-{seed}"
     path, runs = arguments.output / f"{stem}.json", arguments.output / "runs"
     variant = VARIANTS[name]
     common = {} if arguments.test else {"validation_fraction": 1 / 6}
@@ -159,7 +163,7 @@ def run(name: str, seed: int, arguments) -> dict | None:
         record = json.loads(path.read_text())
         if record["made_with"] != made_with:
             sys.exit(f"{path} was made with other settings: choose another --output.")
-        return record
+        return
     print(f"{name}, seed {seed}", flush=True)
     command = [sys.executable, *command]
     command += [f"--flagfile={BASE}", f"--data={arguments.data}", f"--seed={seed}"]
@@ -169,14 +173,23 @@ def run(name: str, seed: int, arguments) -> dict | None:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log)
     if done.returncode:
         print(f"failed, see {runs / stem}.log", flush=True)
-        return None
+        return
     found = json.loads(done.stdout)
     keys = ("errors", "losses", "evaluated_on", "seconds", "file_bytes")
     record = {key: found[key] for key in keys}
     record |= {"machine": machine(), "made_with": made_with}
     text = json.dumps(record, indent=1) + "\n"
     write_atomically(path, text.encode(), overwrite=False)
-    return record
+
+
+def records_in(folder: pathlib.Path) -> dict[str, list[dict]]:
+    """Those of each variant that has some, one for each seed."""
+    found = {}
+    for name in VARIANTS:
+        paths = sorted(folder.glob(f"{stem_of(name)}-[0-9]*.json"))
+        if paths:
+            found[name] = [json.loads(path.read_text()) for path in paths]
+    return found
 
 
 def table(records: dict[str, list[dict]]) -> str:
@@ -184,9 +197,6 @@ def table(records: dict[str, list[dict]]) -> str:
     titles += ["decoded, nats", "minutes", "bytes"]
     rows = []
     for name, runs in records.items():
-        if not runs:
-            rows.append([name, 0, "failed"])
-            continue
         errors = [
             mean([100 * r["errors"][stage] for r in runs], 2)
             if all(stage in r["errors"] for r in runs)
@@ -220,7 +230,6 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
         error, spread = mean_and_error([100 * r["errors"]["decoded"] for r in runs])
         return minutes, error, spread or 0
 
-    done = [name for name, runs in records.items() if runs]
     figure = matplotlib.figure.Figure((5, 3.5), layout="constrained")
     axes = figure.subplots()
     for first, label, style, color in (
@@ -228,8 +237,8 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
         ("", "Mean-KL", "o-", "#E69F00"),
         ("half the payload, ", "Mean-KL, half the payload", "^:", "#009E73"),
     ):
-        line = [point(first + name) for name in LENGTHS if first + name in done]
-        dots = [point(name) for name in done if name.startswith(f"{first}half: ")]
+        line = [point(first + name) for name in LENGTHS if first + name in records]
+        dots = [point(name) for name in records if name.startswith(f"{first}half: ")]
         if dots:
             axes.plot(*zip(*(d[:2] for d in dots)), style[0], color=color, alpha=0.4)
         if line:
@@ -240,9 +249,9 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    cores = {r["machine"]["cores"] for name in done for r in records[name]}
+    cores = {r["machine"]["cores"] for runs in records.values() for r in runs}
     axes.set_xlabel(f"minutes (cores: {', '.join(map(str, sorted(cores)))})")
-    sets = {r["evaluated_on"] for name in done for r in records[name]}
+    sets = {r["evaluated_on"] for runs in records.values() for r in runs}
     axes.set_ylabel(f"error when decoded, {' and '.join(sets)} set, %")
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
@@ -264,11 +273,10 @@ def main():
     parser.add_argument("--test", action="store_true", help="report on the test set")
     arguments = parser.parse_args()
     (arguments.output / "runs").mkdir(parents=True, exist_ok=True)
-    records = {}
     for seed in map(int, arguments.seeds.split(",")):
         for name in arguments.only or VARIANTS:
-            record = run(name, seed, arguments)
-            records.setdefault(name, []).extend([record] if record else [])
+            run(name, seed, arguments)
+            records = records_in(arguments.output)
             (arguments.output / "table.md").write_text(table(records))
             curve(records, arguments.output / "curve.svg")
     print(table(records))
