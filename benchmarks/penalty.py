@@ -44,7 +44,10 @@ def likelihood_moments(
     """
     layout, rng = file.groups[0].layout, np.random.default_rng(0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    batch_size = settings["batch_size"]
+    hashing = [
+        layout.hashing(i) if v.hash_factor > 1 else None
+        for i, v in enumerate(layout.variables)
+    ]
 
     @tf.function
     def gradients(x, y):
@@ -60,20 +63,13 @@ def likelihood_moments(
         )
         sample = layout.to_blocks(posterior.loc[0] + noise)
         set_weights(net, list(decoded_network(file, [sample]).weights.values()))
-        rows = rng.integers(0, len(data.x_train), batch_size)
-        parts = []
-        for i, (v, g) in enumerate(
-            zip(
-                layout.variables,
-                gradients(data.x_train[rows], data.y_train[rows]),
-                strict=True,
-            )
-        ):
-            g = g.numpy().reshape(-1)
-            if v.hash_factor > 1:
-                index, sign = layout.hashing(i)
-                g = np.bincount(index, sign * g, v.effective_size)
-            parts.append(g)
+        rows = rng.integers(0, len(data.x_train), settings["batch_size"])
+        parts = gradients(data.x_train[rows], data.y_train[rows])
+        parts = [g.numpy().reshape(-1) for g in parts]
+        for i, shared in enumerate(hashing):
+            if shared:
+                index, sign = shared
+                parts[i] = np.bincount(index, sign * parts[i])
         gradient = np.concatenate(parts)
         squares += np.square([gradient, gradient * noise])
     return squares / BATCHES
