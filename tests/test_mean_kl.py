@@ -18,7 +18,7 @@ from tfmiracle.mean_kl import (
 )
 
 # Relative error of value, gradient and second derivative.
-TOLERANCE = {"float32": (2e-7, 2e-7, 2e-6), "float64": (6e-16, 6e-16, 1e-12)}
+TOLERANCE = {"float32": (4e-7, 2.5e-7, 4e-6), "float64": (6e-16, 6e-16, 2e-14)}
 DETERMINISTIC = settings(max_examples=60, deadline=None, derandomize=True)
 MODES = {
     "eager": lambda f: f,
@@ -81,7 +81,7 @@ def test_log_scale_ratio_of_many_matches_float64(mode):
     s = np.geomspace(1e-3, 9, 1 << 20, dtype=np.float32)
     expected = derivatives(log_scale_ratio, tf.constant(s, tf.float64))
     actual = derivatives(MODES[mode](log_scale_ratio), tf.constant(s))
-    for a, e, tolerance in zip(actual, expected, (3e-7, 2e-7, 2e-6), strict=True):
+    for a, e, tolerance in zip(actual, expected, TOLERANCE["float32"], strict=True):
         np.testing.assert_allclose(a, e, tolerance)
 
 
