@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmiracle import cli
 from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.coder import EncodedBlocks, MinimalRandomCoder
+from tfmiracle.layout import WeightLayout
 from tfmiracle.models import VariationalModel
 
 CANDIDATES = 4
@@ -42,6 +43,11 @@ def largest_kl_first():
         code(self, logs)
 
     CompressionCallback._round = ordered
+
+
+def layer_order():
+    """Blocks hold neighbours of one layer, and are coded from the first to the last."""
+    WeightLayout.slots = property(lambda self: np.arange(self.num_effective))
 
 
 def best_on_a_batch():
@@ -88,7 +94,9 @@ def best_on_a_batch():
     MinimalRandomCoder.encode = best
 
 
-ALTERNATIVES = {f.__name__: f for f in (two_samples, largest_kl_first, best_on_a_batch)}
+ALTERNATIVES = {
+    f.__name__: f for f in (two_samples, largest_kl_first, layer_order, best_on_a_batch)
+}
 
 
 if __name__ == "__main__":
