@@ -46,7 +46,10 @@ def largest_kl_first():
 
 
 def layer_order():
-    """Blocks hold neighbours of one layer, and are coded from the first to the last."""
+    """Blocks hold neighbouring effective weights, coded from the first layer on.
+
+    What it writes decodes rightly only where this has been called.
+    """
     WeightLayout.slots = property(lambda self: np.arange(self.num_effective))
 
 

@@ -40,7 +40,7 @@ TensorLike = tf.types.experimental.TensorLike
 # s / (1 - v) = s + exp(-s^2 / 2) q(s). q is smooth, from q(0) = 1 to s / e far out, and
 # the factor before it lets one fit serve the whole range, up to an s where nothing is
 # left of it beside s: in float32 a polynomial (8e-8 of s / (1 - v)) with the exact
-# q'(0) = -2/3, in float64 a rational function without poles (4e-17), both minimax.
+# q'(0) = -2/3, in float64 a rational function without poles (7e-17), both minimax.
 _RATE_FLOAT32 = (
     6.0,
     (
