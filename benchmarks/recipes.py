@@ -78,7 +78,8 @@ MEAN_VAR_LENGTHS = {
 }
 MEAN_VAR_HALF = MEAN_VAR_LENGTHS["half the steps"]
 # Half the blocks and half the rounds, each fine-tuned twice as long, and half the
-# effective weights: the paper's, in blocks of 40, do worse. (Mean-Var keeps those.)
+# effective weights: the paper's, in blocks of 40, did worse in one run. Mean-Var keeps
+# those.
 SMALLER = {
     f"half the payload, {name}": {
         "rules": _rules(4, 128),
