@@ -568,6 +568,7 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("log_stddev_rate", [0.0, np.inf]),
         ("beta", [0.0, np.nan]),
         ("beta_rate", [0.0, np.inf]),
+        ("l2", [-1.0, np.nan, np.inf]),
         ("parameterization", ["deterministic", "mean", None]),
         ("kl_bits", [-1.0, np.nan, np.inf]),
         ("block_bits", [-1, 29, 8.5]),

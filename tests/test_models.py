@@ -492,6 +492,35 @@ def test_regularizers_see_the_sample_and_are_counted_once(eager):
     assert sampled != loss
 
 
+def test_l2_counts_the_sample_in_training_only(eager):
+    rules = {"kernel": "hash=2", "*/bias": "store"}
+    model = VariationalModel(sequential(), block_size=4, rules=rules, l2=0.5)
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    target = np.zeros((8, 3))
+    np.testing.assert_allclose(
+        model.evaluate(X, target, verbose=0), np.mean(model(X) ** 2), rtol=1e-6
+    )
+    assert not model.losses
+    y = model(X, training=True)
+    state = model.block_posterior.noise_seed.state
+    state.assign(state.numpy() - [0, 1])  # the same noise again
+    kernels = model.block_posterior(training=True)
+    expected = 0.5 * sum(np.sum(v.numpy().astype(float) ** 2) for v in kernels)
+    np.testing.assert_allclose(model.losses, [expected], rtol=1e-6)
+    state.assign(state.numpy() - [0, 1])
+    np.testing.assert_allclose(
+        model.train_on_batch(X, target), np.mean(y**2) + expected, rtol=1e-6
+    )
+
+
+def test_l2_makes_weights_small():
+    model = VariationalModel(sequential(), block_size=4, l2=10.0)
+    before = np.linalg.norm(model.block_posterior.loc_and_scale())
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.fit(X, X[:, :3], epochs=20, verbose=0)
+    assert np.linalg.norm(model.block_posterior.loc_and_scale()) < 0.5 * before
+
+
 def test_materialized_samples(eager):
     model = VariationalModel(sequential(), block_size=4, seed=1)
     model.block_posterior.finalize_coding_scale()
@@ -555,6 +584,7 @@ def test_configuration_round_trip():
         "log_scale": -1.5,
         "quota_rate": 3.0,
         "log_scale_rate": 2.0,
+        "l2": 0.25,
         "seed": 2**64 - 1,
     }
     model = VariationalModel(sequential(), **options)
@@ -611,6 +641,7 @@ def test_summary_counts_what_trains(capsys):
         ({"kl_bits": float("nan")}, "`kl_bits`.*=nan"),
         ({"codebook": None}, "`codebook`.*=None"),
         ({"log_scale": float("inf")}, "`log_scale`.*=inf"),
+        ({"l2": -1e-4}, "`l2`.*=-0.0001"),
         ({"seed": -5}, "seed = -5"),
     ],
 )

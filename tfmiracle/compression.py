@@ -235,7 +235,7 @@ def compress(
             evaluate("original", compiled(net))
             if recipe.warmup_steps:
                 steps = recipe.warmup_steps
-                warmup = VariationalModel(net, "deterministic", **layout)
+                warmup = VariationalModel(net, "deterministic", l2=recipe.l2, **layout)
                 compiled(warmup, schedule(recipe.warmup_learning_rate, steps))
                 run.train(warmup, "warmup", batches, steps, callbacks)
                 evaluate("warmup", warmup)

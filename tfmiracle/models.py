@@ -1,5 +1,7 @@
 """A whole Keras model whose weights are variational."""
 
+import math
+
 import keras
 
 from tfmiracle.layers import VariationalLayer
@@ -44,6 +46,9 @@ class VariationalModel(keras.Model):
       quota_rate: for "mean_kl", see `MeanKLPosterior`.
       log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
         `MeanVarPosterior`.
+      l2: weight of the sum of squares of the coded variables' values, those of the
+        sample, in the loss. In training only; a `kernel_regularizer` of a layer of
+        `net` sees samples, too, and counts in evaluation, as Keras has it.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
       treatments: path and treatment of each weight of `net`; by default `rules` give
         them. A saved model needs it, since Keras gives the weights of a loaded `net`
@@ -74,6 +79,7 @@ class VariationalModel(keras.Model):
         log_stddev_rate: float = 1.0,
         beta: float = 1e-8,
         beta_rate: float = 5e-5,
+        l2: float = 0.0,
         seed: int = 0,
         treatments: list[tuple[str, str]] | None = None,
         **kwargs,
@@ -89,7 +95,10 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         _refuse_own_training(net)
+        if not 0 <= l2 < math.inf:
+            raise ValueError(f"`l2` must be at least 0. Received: l2={l2}")
         self.net = net
+        self.l2 = float(l2)
         weights = plain_weights(net)
         if treatments is None:
             paths = [v.path for v in weights]
@@ -103,13 +112,12 @@ class VariationalModel(keras.Model):
                 f"`treatments` must have an entry for each weight of `net`, "
                 f"{len(weights)}. Received: {len(treated)}"
             )
-        self._options = {
+        options = {
             "parameterization": parameterization,
             "block_size": block_size,
             "block_bits": block_bits,
             "kl_bits": kl_bits,
             "codebook": codebook,
-            "rules": dict(rules or {}),
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
             "quota_rate": quota_rate,
@@ -118,6 +126,10 @@ class VariationalModel(keras.Model):
             "beta": beta,
             "beta_rate": beta_rate,
             "seed": seed,
+        }
+        self._config = options | {
+            "l2": self.l2,
+            "rules": dict(rules or {}),
             "treatments": [(p, str(t)) for p, t in zip(paths, treated)],
         }
         coded = [
@@ -140,9 +152,6 @@ class VariationalModel(keras.Model):
         self._coded = frozenset(id(v) for v, _, _ in coded)
         self.rules = dict(rules or {})
         self.stored_dtypes = [t.dtype for t in treated if t.stored]
-        options = {
-            k: v for k, v in self._options.items() if k not in ("rules", "treatments")
-        }
         self.block_posterior = posterior_over(
             [v for v, _, _ in coded],
             hash_factors=[t.hash_factor for _, _, t in coded],
@@ -168,6 +177,9 @@ class VariationalModel(keras.Model):
         if all(is_substituted(v) for v in variables):
             return self.net(inputs, training=training)
         values = self.block_posterior(training=training)
+        if training and self.l2:
+            squares = [keras.ops.sum(keras.ops.square(value)) for value in values]
+            self.add_loss(self.l2 * sum(squares))
         with substitute(self, variables, values):
             return self.net(inputs, training=training)
 
@@ -236,7 +248,7 @@ class VariationalModel(keras.Model):
         return {
             **super().get_config(),
             "net": keras.saving.serialize_keras_object(self.net),
-            **self._options,
+            **self._config,
         }
 
     @classmethod

@@ -34,6 +34,8 @@ class Recipe:
       log_stddev_rate: mean_var: learning rate of it relative to the means.
       beta: mean_var: initial weight of the KL of a block (nats) in the loss.
       beta_rate: mean_var: relative change of that weight in a step.
+      l2: weight in the loss, in all training, of the sum of squares of the coded
+        weights.
       decay: "cosine" (to zero, in either training) or "constant".
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
@@ -65,6 +67,7 @@ class Recipe:
     log_stddev_rate: float = 5.0
     beta: float = 1e-5
     beta_rate: float = 1e-3
+    l2: float = 0.0
     decay: str = "cosine"
     warm_start: bool = True
     log_scale: float = -2.0
@@ -112,6 +115,8 @@ class Recipe:
             raise ValueError(
                 f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
+        if not 0 <= self.l2 < math.inf:
+            raise ValueError(f"`l2` must be at least 0. Received: l2={self.l2}")
         for name in ("log_scale", "warm_log_scale", "log_stddev"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(
@@ -155,6 +160,7 @@ class Recipe:
             "log_stddev_rate",
             "beta",
             "beta_rate",
+            "l2",
         )
         return {name: getattr(self, name) for name in names}
 
