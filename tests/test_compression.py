@@ -388,6 +388,29 @@ def test_loss_weights_of_the_model_are_kept(tmp_path, short):
     assert given.stages["original"]["loss"] == pytest.approx(plain, rel=1e-4)
 
 
+def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short):
+    recipe = dataclasses.replace(short, warmup_steps=2, train_steps=2)
+    data = examples()
+    results = [
+        tfmiracle.compress(
+            small_net(),
+            data,
+            path=tmp_path / f"{l2}.miracle",
+            recipe=dataclasses.replace(recipe, l2=l2),
+            validation_data=data,
+            verbose=0,
+        )
+        for l2 in (0.0, 1e3)
+    ]
+    plain, penalized = (
+        {row["phase"]: row["loss"] for row in result.curve} for result in results
+    )
+    assert all(penalized[phase] > 100 * plain[phase] for phase in plain)
+    assert {"warmup", "variational"} <= set(plain)
+    for stages in zip(*(result.stages.values() for result in results), strict=True):
+        assert stages[1]["loss"] < 10 * stages[0]["loss"]
+
+
 # The size of the file.
 
 
