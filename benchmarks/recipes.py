@@ -82,8 +82,8 @@ MEAN_VAR_LENGTHS = {
     "twice the steps": (40000, 100),
     "four times the steps": (80000, 200),
 }
-# The defaults: a warm start, beta from 1e-5 on, cosine. Beta grows as much in a quarter of
-# the steps.
+# The defaults: a warm start, beta from 1e-5 on, cosine. In a quarter of the steps beta
+# grows four times as fast.
 WARM_AND_FAST = {
     "parameterization": "mean_var",
     "l2": None,
