@@ -513,6 +513,16 @@ def test_l2_counts_the_sample_in_training_only(eager):
     )
 
 
+def test_l2_counts_once_where_a_model_is_called_twice():
+    inner = VariationalModel(sequential(), block_size=4, l2=0.5)
+    a, b = keras.Input((4,)), keras.Input((4,))
+    twice = keras.Model([a, b], inner(a) + inner(b))
+    twice([X, X], training=True)
+    (loss,) = twice.losses
+    mean = sum(np.sum(v.numpy() ** 2) for v in inner.block_posterior.values())
+    assert 0.5 * mean < loss < 5 * mean
+
+
 def test_l2_makes_weights_small():
     model = VariationalModel(sequential(), block_size=4, l2=10.0)
     before = np.linalg.norm(model.block_posterior.loc_and_scale())

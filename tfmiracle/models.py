@@ -47,8 +47,9 @@ class VariationalModel(keras.Model):
       log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
         `MeanVarPosterior`.
       l2: weight of the sum of squares of the coded variables' values, those of the
-        sample, in the loss. In training only; a `kernel_regularizer` of a layer of
-        `net` sees samples, too, and counts in evaluation, as Keras has it.
+        sample, in the loss; a weight that entries share counts in each. In training
+        only; a `kernel_regularizer` of a layer of `net` sees samples, too, and counts
+        in evaluation, as Keras has it. That of a model inside another plays no part.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
       treatments: path and treatment of each weight of `net`; by default `rules` give
         them. A saved model needs it, since Keras gives the weights of a loaded `net`
@@ -177,7 +178,7 @@ class VariationalModel(keras.Model):
         if all(is_substituted(v) for v in variables):
             return self.net(inputs, training=training)
         values = self.block_posterior(training=training)
-        if training and self.l2:
+        if training and self.l2 and not self._losses:  # once a step, as the KL penalty
             squares = [keras.ops.sum(keras.ops.square(value)) for value in values]
             self.add_loss(self.l2 * sum(squares))
         with substitute(self, variables, values):

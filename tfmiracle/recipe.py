@@ -35,7 +35,7 @@ class Recipe:
       beta: mean_var: initial weight of the KL of a block (nats) in the loss.
       beta_rate: mean_var: relative change of that weight in a step.
       l2: weight in the loss, in all training, of the sum of squares of the coded
-        weights.
+        variables' values; a weight that entries share counts in each.
       decay: "cosine" (to zero, in either training) or "constant".
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
