@@ -49,7 +49,8 @@ class VariationalModel(keras.Model):
       l2: weight of the sum of squares of the coded variables' values, those of the
         sample, in the loss; a weight that entries share counts in each. In training
         only; a `kernel_regularizer` of a layer of `net` sees samples, too, and counts
-        in evaluation, as Keras has it. That of a model inside another plays no part.
+        in evaluation, as Keras has it. The `l2` of a `VariationalModel` inside another
+        plays no part.
       seed: unsigned 64-bit integer; layout, codebook and training noise depend on it.
       treatments: path and treatment of each weight of `net`; by default `rules` give
         them. A saved model needs it, since Keras gives the weights of a loaded `net`

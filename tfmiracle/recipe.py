@@ -11,8 +11,8 @@ from tfmiracle.codebook import check_code
 class Recipe:
     """How a network is trained and coded. The command line has a flag for each field.
 
-    The defaults are for a trained network and minutes on a CPU, for "mean_kl" the best
-    found for that; `PAPER` has the settings of Lin et al. (2023).
+    The defaults are for a trained network and minutes on a CPU, a compromise over
+    networks and budgets; `PAPER` has the settings of Lin et al. (2023).
 
     Attributes:
       parameterization: "mean_kl" or "mean_var".
@@ -35,12 +35,12 @@ class Recipe:
       beta: mean_var: initial weight of the KL of a block (nats) in the loss.
       beta_rate: mean_var: relative change of that weight in a step.
       l2: weight in the loss, in all training, of the sum of squares of the coded
-        variables' values; a weight that entries share counts in each.
+        variables' values, biases too; a weight that entries share counts in each.
       decay: "cosine" (to zero, in either training) or "constant".
       warm_start: whether the posterior's scales and quotas start from the weights.
       log_scale: initial log standard deviation of the coding distribution, if not.
       warm_log_scale: if so, initial log of its ratio to the root mean square of the
-        weights. About 1 is best at one bit a weight, 0 far below that.
+        weights. 1 is better than 0 at one bit a weight, worse far below that.
       blocks_per_round: blocks coded between two stretches of fine-tuning.
       finetune_steps: steps of such a stretch; the next multiple of ten is taken.
       finetune_learning_rate: learning rate in fine-tuning, constant; by default half
