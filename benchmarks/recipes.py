@@ -31,8 +31,8 @@ from tfmiracle.records import mean_and_error
 
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-_lines = (CONFIGS / "lenet5_mnist_quick.flags").read_text().splitlines()
+_PRESET = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
+_lines = _PRESET.read_text().splitlines()
 BASE = dict(line[2:].split("=", 1) for line in _lines if line.startswith("--"))
 ALTERNATIVES = pathlib.Path(__file__).with_name("alternatives.py")
 
@@ -54,7 +54,7 @@ LENGTHS = {
 QUARTER = LENGTHS["a quarter of the steps"]
 
 
-def _mean_var(train, finetune, **changes):
+def _mean_var(train, finetune):
     """Starts cold with hardly any noise, as in the paper; training raises beta e^10."""
     return {
         "parameterization": "mean_var",
@@ -70,7 +70,6 @@ def _mean_var(train, finetune, **changes):
         "blocks_per_round": 5,
         "finetune_learning_rate": 1e-3,
         "steps": (0, train, finetune),
-        **changes,
     }
 
 
@@ -151,7 +150,7 @@ VARIANTS = {
     },
     **SMALLER,
     **{
-        f"Mean-Var, half the payload, {name}": _mean_var(*steps, block_size=40)
+        f"Mean-Var, half the payload, {name}": {**_mean_var(*steps), "block_size": 40}
         for name, steps in MEAN_VAR_LENGTHS.items()
     },
     **{f"quarter: {name}": {"steps": QUARTER, **v} for name, v in CHOICES.items()},
@@ -257,7 +256,7 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
 
     figure = matplotlib.figure.Figure((5, 3.5), layout="constrained")
     axes = figure.subplots()
-    left = list(records)
+    left = list(records)  # each goes to the first method whose prefix it has
     for first, label, style, color in (
         (
             "half the payload, ",
