@@ -14,8 +14,13 @@ from keras import layers
 from support import CONFIGS, fix_all
 
 import tfmiracle
-from tfmiracle import PAPER, Recipe, cli, compression, run
-from tfmiracle.compression import _training_batches, block_size_for, target_bytes
+from tfmiracle import PAPER, Recipe, callbacks, cli, compression, run
+from tfmiracle.compression import (
+    _shifted,
+    _training_batches,
+    block_size_for,
+    target_bytes,
+)
 from tfmiracle.datasets import load_dataset
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel
@@ -411,6 +416,75 @@ def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short)
         assert stages[1]["loss"] < 10 * stages[0]["loss"]
 
 
+def images(count=64):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 3, 4, 1)).astype(np.float32)
+    return x, np.argmax(x[:, 0, :3, 0], axis=1)
+
+
+def image_net():
+    keras.utils.set_random_seed(3)
+    net = keras.Sequential(
+        [
+            layers.Input((3, 4, 1)),
+            layers.Conv2D(4, 3, name="conv"),
+            layers.BatchNormalization(name="norm"),
+            layers.Flatten(),
+            layers.Dense(3, name="dense"),
+        ]
+    )
+    net.compile(loss=LOSS)
+    return net
+
+
+def test_training_images_are_shifted_and_no_others(tmp_path, short, monkeypatch):
+    recipe = dataclasses.replace(short, max_shift=1, warmup_steps=2, block_size=40)
+    recipe = dataclasses.replace(recipe, blocks_per_round=1)
+    (x, y), trained_on, recalibrated_on = images(), [], []
+    fit, recalibrate = VariationalModel.fit, callbacks.recalibrate
+
+    def watched_fit(self, batches, **kwargs):
+        trained_on.append(np.concatenate([b for b, _ in batches.take(8)]))
+        return fit(self, batches, **kwargs)
+
+    def watched_recalibrate(model, batches):
+        recalibrated_on.extend(batches.take(4).as_numpy_iterator())
+        return recalibrate(model, batches)
+
+    monkeypatch.setattr(VariationalModel, "fit", watched_fit)
+    monkeypatch.setattr(callbacks, "recalibrate", watched_recalibrate)
+    result = tfmiracle.compress(
+        image_net(),
+        (x, y),
+        path=tmp_path / "net.miracle",
+        recipe=recipe,
+        validation_data=(x, y),
+        verbose=0,
+    )
+    original = {image.tobytes() for image in x}
+    assert len(trained_on) == 3  # phases
+    for seen in trained_on:
+        kept = np.mean([image.tobytes() in original for image in seen])
+        assert 0 < kept < 0.3  # 1 / 9 of them
+    assert len(np.unique(np.concatenate(trained_on), axis=0)) > 2 * len(x)
+    assert len(recalibrated_on) == 4
+    assert {image.tobytes() for b in recalibrated_on for image in b} <= original
+    plain = result.model.evaluate(x, y, verbose=0)
+    assert result.stages["decoded"]["loss"] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, max_shift",
+    [(examples, 1), (images, 3)],
+    ids=["no images", "too small"],
+)
+def test_what_cannot_be_shifted(tmp_path, make, max_shift):
+    net = small_net() if make is examples else image_net()
+    recipe = dataclasses.replace(FAST, max_shift=max_shift)
+    with pytest.raises(ValueError, match=f"`max_shift` is .*={max_shift} .*TensorSpec"):
+        tfmiracle.compress(net, make(), path=tmp_path / "net.miracle", recipe=recipe)
+
+
 # The size of the file.
 
 
@@ -557,6 +631,27 @@ def test_batches_go_on_from_any_step(count, batch_size):
             np.testing.assert_equal(rest, whole[step:])
 
 
+def test_shifts_go_on_from_any_step_and_differ_between_phases():
+    x = np.arange(5 * 4 * 4, dtype=np.float32).reshape(5, 4, 4, 1)
+    recipe = Recipe(batch_size=2, max_shift=2, seed=2**64 - 1)
+    batches = _shifted(_training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
+    whole = list(batches("coding", 0).take(9).as_numpy_iterator())
+    for step in (1, 4, 8):
+        rest = list(batches("coding", step).take(9 - step).as_numpy_iterator())
+        np.testing.assert_equal(rest, whole[step:])
+    seen = np.concatenate([images for images, _ in whole])
+    assert len(np.unique(seen, axis=0)) > 10
+    for images, labels in whole:
+        # Pixels only move: each is of the image that the label names.
+        image = (images // 16).reshape(2, -1)
+        np.testing.assert_array_equal(image, np.tile(labels[:, None] // 16, 16))
+
+    same = (x[:1], x[:1, 0, 0, 0])
+    batches = _shifted(_training_batches(same, recipe), recipe)
+    phases = [list(batches(phase, 0).take(6)) for phase in run.PHASES]
+    assert len({np.stack([b for b, _ in taken]).tobytes() for taken in phases}) == 3
+
+
 def test_few_examples_fill_a_batch_over_and_over():
     x = np.arange(3, dtype=np.float32)[:, np.newaxis]
     batches = _training_batches((x, x), Recipe(batch_size=8))
@@ -576,6 +671,7 @@ def test_few_examples_fill_a_batch_over_and_over():
     [
         ("block_size", [0, -3]),
         ("batch_size", [0]),
+        ("max_shift", [-1, 1.0]),
         ("blocks_per_round", [0]),
         ("warmup_steps", [-1]),
         ("train_steps", [-1]),

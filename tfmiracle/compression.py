@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import miracle_file
+from tfmiracle.augmentation import random_shift
 from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
@@ -170,7 +171,8 @@ def compress(
         raise ValueError(
             "`loss` is missing: compile the model with a loss first, or pass one."
         )
-    batches = _training_batches(data, recipe)
+    examples = _training_batches(data, recipe)
+    batches = _shifted(examples, recipe) if recipe.max_shift else examples
     if target is not None:
         size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
         recipe = dataclasses.replace(recipe, block_size=size)
@@ -227,7 +229,7 @@ def compress(
                 recipe.finetune_steps,
                 selection=recipe.selection,
                 overwrite=overwrite or workdir is not None,
-                recalibration_data=_inputs(batches, recipe),
+                recalibration_data=_inputs(examples, recipe),
                 posterior_path=made[1] if keep_posterior else None,
                 metadata={"recipe": recipe.changes(), **(metadata or {})},
                 verbose=verbose,
@@ -420,15 +422,13 @@ def _training_batches(data, recipe):
     arrays = tf.nest.pack_sequence_as(data, [tf.constant(leaf) for leaf in leaves])
 
     def batches(phase, step):
-        # The order of each epoch is a function of its number, with no state.
-        seed = np.uint64(recipe.seed).astype(np.int64)
-        stream = PHASES.index(phase)
         epoch, offset = divmod(step * recipe.batch_size, count)
 
         def order(epoch):
+            # A function of the epoch's number, with no state.
             return tf.data.Dataset.from_tensor_slices(
                 tf.random.experimental.stateless_shuffle(
-                    tf.range(count), seed=[seed, epoch * len(PHASES) + stream]
+                    tf.range(count), _seed(recipe, phase, epoch)
                 )
             )
 
@@ -445,6 +445,36 @@ def _training_batches(data, recipe):
         )
 
     return batches
+
+
+def _shifted(batches, recipe):
+    """The same with images shifted at random, by other pixels in each epoch."""
+    images = batches(PHASES[0], 0).element_spec[0]
+    known = isinstance(images, tf.TensorSpec) and images.shape.rank == 4
+    if not known or any(
+        size is not None and size <= recipe.max_shift for size in images.shape[1:3]
+    ):
+        raise ValueError(
+            "`max_shift` is for images, [batch, height, width, channels], that are "
+            f"larger. Received: max_shift={recipe.max_shift} and inputs {images}"
+        )
+
+    def shifted(phase, step):
+        def shift(step, example):
+            x, *labels = example
+            # From -1 down, as the order of epochs has the others.
+            seed = _seed(recipe, phase, -1 - step)
+            return random_shift(x, recipe.max_shift, seed), *labels
+
+        numbered = batches(phase, step).enumerate(step)
+        return numbered.map(shift).prefetch(2 * STEPS_PER_EXECUTION)
+
+    return shifted
+
+
+def _seed(recipe, phase, number):
+    seed = np.uint64(recipe.seed).astype(np.int64)
+    return [seed, number * len(PHASES) + PHASES.index(phase)]
 
 
 def _inputs(batches, recipe):

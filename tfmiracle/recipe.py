@@ -22,6 +22,8 @@ class Recipe:
       codebook: "per_block" or "shared".
       selection: "sample" or "largest_weight", see `CompressionCallback`.
       batch_size: examples in a training step.
+      max_shift: pixels by which training images are shifted at most, at random, either
+        way in height and width (augmentation); 0 takes inputs of any kind as they are.
       warmup_steps: steps of deterministic training, before the variational training
         starts from the weights reached.
       warmup_learning_rate: for these, at the start.
@@ -57,6 +59,7 @@ class Recipe:
     codebook: str = "shared"
     selection: str = "largest_weight"
     batch_size: int = 64
+    max_shift: int = 0
     warmup_steps: int = 0
     warmup_learning_rate: float = 2e-3
     train_steps: int = 6000
@@ -82,6 +85,7 @@ class Recipe:
         for name, least in (
             ("block_size", 1),
             ("batch_size", 1),
+            ("max_shift", 0),
             ("blocks_per_round", 1),
             ("warmup_steps", 0),
             ("train_steps", 0),

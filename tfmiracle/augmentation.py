@@ -1,0 +1,28 @@
+"""Training images that are never twice the same."""
+
+import tensorflow as tf
+
+
+def random_shift(images: tf.Tensor, max_shift: int, seed) -> tf.Tensor:
+    """Shifts each image by whole pixels, up and down, left and right, at random.
+
+    What moves in is the pixel at the edge.
+
+    Args:
+      images: `[batch, height, width, channels]`, any dtype.
+      max_shift: the largest shift either way; all shifts are equally likely.
+      seed: two integers, on which the result depends alone.
+
+    Returns:
+      A tensor like `images`.
+    """
+    count, height, width = tf.unstack(tf.shape(images)[:3])
+    shifts = tf.random.stateless_uniform(
+        [2, count, 1], seed, -max_shift, max_shift + 1, tf.int32
+    )
+    down, right = tf.unstack(shifts)
+    rows = tf.clip_by_value(tf.range(height) - down, 0, height - 1)
+    columns = tf.clip_by_value(tf.range(width) - right, 0, width - 1)
+    shifted = tf.gather(images, rows, axis=1, batch_dims=1)
+    shifted = tf.gather(shifted, columns, axis=2, batch_dims=1)
+    return tf.ensure_shape(shifted, images.shape)
