@@ -139,6 +139,14 @@ VARIANTS = {
         for name in ("quick", "four times the steps")
     },
     **{
+        f"{name}: images shifted by {pixels}": {
+            "max_shift": pixels,
+            "steps": LENGTHS[name],
+        }
+        for name in ("quick", "twice the steps", "four times the steps")
+        for pixels in (1, 2)
+    },
+    **{
         f"Mean-Var, {name}": _mean_var(*steps)
         for name, steps in MEAN_VAR_LENGTHS.items()
     },
