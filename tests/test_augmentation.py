@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmiracle.augmentation import random_shift
+from tfmiracle.augmentation import check_shift, random_shift
 
 IMAGES = np.random.default_rng(0).normal(size=(1000, 4, 6, 2)).astype(np.float32)
 
@@ -55,3 +55,30 @@ def test_in_a_graph_of_unknown_sizes(dtype):
     shift = tf.function(lambda x: random_shift(x, 3, [1, 2]), input_signature=[shape])
     assert shift(images).dtype == dtype
     np.testing.assert_array_equal(shift(images), random_shift(images, 3, [1, 2]))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        IMAGES[:, :1],
+        IMAGES[:, :, :1],
+        IMAGES[..., 0],
+        IMAGES[..., np.newaxis],
+        {"image": IMAGES},
+        tf.TensorSpec(None),
+        tf.TensorSpec((None, 1, None, 3)),
+        tf.RaggedTensorSpec((None, 4, None, 2)),
+    ],
+    ids=["rows", "columns", "3d", "5d", "dict", "rank", "spec", "ragged"],
+)
+def test_what_cannot_be_shifted(inputs):
+    with pytest.raises(ValueError, match=r"`max_shift` needs .*max_shift=1"):
+        check_shift(1, inputs)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [IMAGES, tf.TensorSpec((None, None, None, 3)), tf.TensorSpec([4, 4, 4, 1])],
+)
+def test_what_can_be_shifted(inputs):
+    check_shift(3, inputs)

@@ -473,16 +473,13 @@ def test_training_images_are_shifted_and_no_others(tmp_path, short, monkeypatch)
     assert result.stages["decoded"]["loss"] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make, max_shift",
-    [(examples, 1), (images, 3)],
-    ids=["no images", "too small"],
-)
-def test_what_cannot_be_shifted(tmp_path, make, max_shift):
-    net = small_net() if make is examples else image_net()
-    recipe = dataclasses.replace(FAST, max_shift=max_shift)
-    with pytest.raises(ValueError, match=f"`max_shift` is .*={max_shift} .*TensorSpec"):
-        tfmiracle.compress(net, make(), path=tmp_path / "net.miracle", recipe=recipe)
+@pytest.mark.parametrize("max_shift, count", [(3, 64), (4, 5)])
+def test_images_too_small_to_shift(tmp_path, max_shift, count):
+    options = {"recipe": Recipe(max_shift=max_shift), "path": tmp_path / "net.miracle"}
+    x, y = images(count)
+    for data in ((x, y), tf.data.Dataset.from_tensor_slices((x, y)).batch(4)):
+        with pytest.raises(ValueError, match=f"`max_shift` .*={max_shift} .* 3, 4, 1"):
+            tfmiracle.compress(image_net(), data, **options)
 
 
 # The size of the file.

@@ -253,6 +253,7 @@ def test_bad_studies(change, message):
         ({"dtype_policy": "int32"}, "`dtype_policy` must be .*'int32'"),
         ({"dtype_policy": "int8_from_float32"}, "`dtype_policy` must be"),
         ({"rules": {"three/kernel": "hash=2"}}, "three/kernel"),
+        ({"recipe": dataclasses.replace(RECIPE, max_shift=100)}, "`max_shift` .*=100"),
     ],
 )
 def test_what_would_fail_everywhere_is_said_at_once(small, tmp_path, change, message):

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import miracle_file
-from tfmiracle.augmentation import random_shift
+from tfmiracle.augmentation import check_shift, random_shift
 from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
@@ -448,31 +448,24 @@ def _training_batches(data, recipe):
 
 
 def _shifted(batches, recipe):
-    """The same with images shifted at random, by other pixels in each epoch."""
-    images = batches(PHASES[0], 0).element_spec[0]
-    known = isinstance(images, tf.TensorSpec) and images.shape.rank == 4
-    if not known or any(
-        size is not None and size <= recipe.max_shift for size in images.shape[1:3]
-    ):
-        raise ValueError(
-            "`max_shift` is for images, [batch, height, width, channels], that are "
-            f"larger. Received: max_shift={recipe.max_shift} and inputs {images}"
-        )
+    """The same with images shifted at random, anew in each step."""
+    check_shift(recipe.max_shift, batches(PHASES[0], 0).element_spec[0])
 
     def shifted(phase, step):
         def shift(step, example):
             x, *labels = example
-            # From -1 down, as the order of epochs has the others.
+            # Numbers below 0: the orders of epochs have those from 0 on.
             seed = _seed(recipe, phase, -1 - step)
             return random_shift(x, recipe.max_shift, seed), *labels
 
         numbered = batches(phase, step).enumerate(step)
-        return numbered.map(shift).prefetch(2 * STEPS_PER_EXECUTION)
+        return numbered.map(shift).prefetch(STEPS_PER_EXECUTION)
 
     return shifted
 
 
 def _seed(recipe, phase, number):
+    """A seed for each phase and number, which may be negative."""
     seed = np.uint64(recipe.seed).astype(np.int64)
     return [seed, number * len(PHASES) + PHASES.index(phase)]
 

@@ -22,8 +22,9 @@ class Recipe:
       codebook: "per_block" or "shared".
       selection: "sample" or "largest_weight", see `CompressionCallback`.
       batch_size: examples in a training step.
-      max_shift: pixels by which training images are shifted at most, at random, either
-        way in height and width (augmentation); 0 takes inputs of any kind as they are.
+      max_shift: pixels by which training images, `[batch, height, width, channels]`,
+        are shifted at most, either way in height and width, at random (augmentation);
+        labels are those of the image as it was. 0 is for inputs of any kind.
       warmup_steps: steps of deterministic training, before the variational training
         starts from the weights reached.
       warmup_learning_rate: for these, at the start.

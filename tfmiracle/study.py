@@ -20,6 +20,7 @@ import tensorflow as tf
 
 import tfmiracle
 from tfmiracle.architectures import ARCHITECTURES, new_network
+from tfmiracle.augmentation import check_shift
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.coder import usable_cores
 from tfmiracle.compression import CompressionResult, checksum, compress
@@ -172,6 +173,8 @@ def run_study(
 def _check_settings(study, data):
     """Raises at once what would make every run fail."""
     recipe = study.cells()[0]
+    if recipe.max_shift:
+        check_shift(recipe.max_shift, data.x_train)
     VariationalModel(
         _network(study, recipe, data),
         block_size=recipe.block_size,
