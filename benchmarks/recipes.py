@@ -37,10 +37,6 @@ BASE = dict(line[2:].split("=", 1) for line in _lines if line.startswith("--"))
 ALTERNATIVES = pathlib.Path(__file__).with_name("alternatives.py")
 
 
-def _rules(convolution, dense):
-    return f"conv2/kernel:hash={convolution},dense1/kernel:hash={dense}"
-
-
 # What differs from BASE; None leaves a flag out. `steps` are those of warm start,
 # training and fine-tuning after each of the rounds; `alternative` is one of
 # alternatives.py.
@@ -96,7 +92,7 @@ WARM_AND_FAST_QUARTER = {**WARM_AND_FAST, "beta_rate": 4e-3, "steps": QUARTER}
 # those.
 SMALLER = {
     f"half the payload, {name}": {
-        "rules": _rules(4, 128),
+        "rules": "conv2/kernel:hash=4,dense1/kernel:hash=128",
         "block_size": 25,
         "steps": (warmup, train, 2 * finetune),
     }
@@ -106,12 +102,9 @@ CHOICES = {
     "no L2 penalty": {"l2": None},
     # About as many images as in batches of 64.
     "batches of 32": {"batch_size": 32, "steps": (2000, 6000, 100)},
-    "batches of 128": {"batch_size": 128, "steps": (500, 1500, 30)},
     "batches of 200": {"batch_size": 200, "steps": (320, 960, 20)},
-    # About as many steps in all.
+    # As many steps in all.
     "no warm start": {"steps": (0, 4000, 50), "warm_start": False},
-    "longer warm start": {"steps": (2000, 2000, 50)},
-    "more fine-tuning": {"steps": (1000, 2000, 70)},
     "10 blocks a round": {"blocks_per_round": 10, "steps": (1000, 3000, 20)},
     "100 blocks a round": {"blocks_per_round": 100, "steps": (1000, 3000, 190)},
     "scales from the weights": {"warm_log_scale": 0},
@@ -119,7 +112,6 @@ CHOICES = {
     "quotas five times as fast": {"quota_rate": 5},
     "learning rate 1e-2": {"learning_rate": 1e-2},
     "learning rate constant": {"decay": "constant"},
-    "fine-tuning at 1e-2": {"finetune_learning_rate": 1e-2},
     "sampled candidates": {"selection": "sample"},
     "best of four on a batch": {"alternative": "best_on_a_batch"},
     "layer order": {"alternative": "layer_order"},
@@ -128,9 +120,6 @@ CHOICES = {
     "KL of 18 bits": {"kl_bits": 18},
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
     "blocks of 24 weights, 24 bits": {"block_size": 24, "block_bits": 24},
-    # Within 3 % the same payload, for more or fewer weights.
-    "dense layer hashed to 1/32": {"rules": _rules(2, 32), "block_size": 25},
-    "dense layer hashed to 1/128": {"rules": _rules(2, 128), "block_size": 18},
 }
 VARIANTS = {
     **{name: {"steps": steps} for name, steps in LENGTHS.items()},
