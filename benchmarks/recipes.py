@@ -128,7 +128,7 @@ VARIANTS = {
         for name in ("quick", "four times the steps")
     },
     **{
-        f"{name}: images shifted by {pixels}": {
+        f"images shifted by {pixels}, {name}": {
             "max_shift": pixels,
             "steps": LENGTHS[name],
         }
@@ -268,6 +268,8 @@ def curve(records: dict[str, list[dict]], path: pathlib.Path) -> None:
             "#CC79A7",
         ),
         ("Mean-Var, ", "Mean-Var", "s--", "#0072B2"),
+        ("images shifted by 1, ", "Mean-KL, images shifted by 1", "D-", "#56B4E9"),
+        ("images shifted by 2, ", "Mean-KL, images shifted by 2", "P-", "#000000"),
         ("", "Mean-KL", "o-", "#E69F00"),
     ):
         names = [name for name in left if name.startswith(first)]
