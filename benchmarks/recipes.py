@@ -103,7 +103,7 @@ CHOICES = {
     # About as many images as in batches of 64.
     "batches of 32": {"batch_size": 32, "steps": (2000, 6000, 100)},
     "batches of 200": {"batch_size": 200, "steps": (320, 960, 20)},
-    # As many steps in all.
+    # About as many steps in all.
     "no warm start": {"steps": (0, 4000, 50), "warm_start": False},
     "10 blocks a round": {"blocks_per_round": 10, "steps": (1000, 3000, 20)},
     "100 blocks a round": {"blocks_per_round": 100, "steps": (1000, 3000, 190)},
