@@ -87,6 +87,7 @@ WARM_AND_FAST = {
     "finetune_learning_rate": 1e-3,
 }
 WARM_AND_FAST_QUARTER = {**WARM_AND_FAST, "beta_rate": 4e-3, "steps": QUARTER}
+L2 = {"l2": BASE["l2"]}
 # Half the blocks and half the rounds, each fine-tuned twice as long, and half the
 # effective weights: the paper's, in blocks of 40, did worse in one run. Mean-Var keeps
 # those.
@@ -141,6 +142,16 @@ VARIANTS = {
     },
     "Mean-Var, quick: warm and fast": {**WARM_AND_FAST, "steps": LENGTHS["quick"]},
     "Mean-Var, a quarter of the steps: warm and fast": WARM_AND_FAST_QUARTER,
+    "Mean-Var, quick: warm, fast, L2 penalty": {
+        **WARM_AND_FAST,
+        **L2,
+        "steps": LENGTHS["quick"],
+    },
+    "Mean-Var, a quarter of the steps: warm, fast, L2 penalty": {
+        **WARM_AND_FAST_QUARTER,
+        **L2,
+    },
+    "Mean-Var, quick: L2 penalty": {**_mean_var(*MEAN_VAR_LENGTHS["quick"]), **L2},
     "Mean-Var, a quarter of the steps: warm, fast, largest KL first": {
         **WARM_AND_FAST_QUARTER,
         "alternative": "largest_kl_first",
