@@ -1,5 +1,6 @@
 """Whole Keras models made variational."""
 
+import re
 import time
 
 import keras
@@ -18,6 +19,7 @@ from tfmiracle.models import (
 )
 
 LN2 = np.log(2)
+HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"  # what waits for it
 PARAMETERS = ["log_coding_scale", "tau", "quota_logits"]
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
@@ -297,6 +299,26 @@ def test_fit_in_xla_compiles_once():
     model.fit(X, X[:, :3], epochs=8, verbose=0, callbacks=[clock])
     seconds = np.diff([start, *ends])
     assert min(seconds[1:]) < seconds[0] / 10
+
+
+@pytest.mark.parametrize("parameterization", ["mean_kl", "mean_var"])
+def test_a_step_in_xla_does_not_wait_for_the_host(parameterization):
+    model = VariationalModel(sequential(), parameterization, block_size=4, l2=1e-3)
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    data = tf.constant(X), tf.constant(X[:, :3])
+    model.train_on_batch(*data)  # builds the optimizer
+    step = tf.function(lambda x, y: model.train_step((x, y)), jit_compile=True)
+    program = step.experimental_get_compiler_ir(*data)(stage="hlo")
+    assert "dot(" in program  # that of the network
+    assert not re.search(HOST, program)
+
+
+def test_on_a_cpu_the_network_stays_outside_of_xla():
+    if len(tf.config.list_physical_devices()) > 1:
+        pytest.skip("there is an accelerator")
+    model = VariationalModel(sequential(), block_size=4)
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+    assert not model.jit_compile
 
 
 # Which weights are coded.
