@@ -14,6 +14,8 @@ import tfmiracle
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 PACKAGE = pathlib.Path(tfmiracle.__file__).parent
+# What waits for the host in a program of XLA.
+HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"
 DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
 
 

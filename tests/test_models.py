@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 from keras import layers
+from support import HOST
 
 import tfmiracle
 from tfmiracle.models import (
@@ -19,7 +20,6 @@ from tfmiracle.models import (
 )
 
 LN2 = np.log(2)
-HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"  # what waits for it
 PARAMETERS = ["log_coding_scale", "tau", "quota_logits"]
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
