@@ -23,26 +23,31 @@ CORES = len(os.sched_getaffinity(0))
 
 def best(function: Callable, repeats: int = 5) -> float:
     """Shortest time of a call in ms, after one to warm up."""
-    function()
-    return min(milliseconds(function) for _ in range(repeats))
+    return best_of_each({"": function}, repeats)[""]
 
 
 def best_of_each(functions: dict[str, Callable], repeats: int = 3) -> dict[str, float]:
-    """As `best`, in turns, so that a slow minute of the machine is shared."""
+    """As `best`, in turns, so that a slow minute of the machine is shared.
+
+    What takes less than 20 ms is called several times in a row, for the mean of these.
+    """
     for function in functions.values():
         function()
-    rounds = [
-        {name: milliseconds(function) for name, function in functions.items()}
-        for _ in range(repeats)
-    ]
+    rounds = [{name: milliseconds(function) for name, function in functions.items()}]
+    calls = {name: max(1, round(20 / spent)) for name, spent in rounds[0].items()}
+    while len(rounds) < repeats:
+        rounds.append(
+            {name: milliseconds(functions[name], n) for name, n in calls.items()}
+        )
     return {name: min(times[name] for times in rounds) for name in functions}
 
 
-def milliseconds(function: Callable) -> float:
-    """Time of one call."""
+def milliseconds(function: Callable, calls: int = 1) -> float:
+    """Mean time of a call."""
     start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
+    for _ in range(calls):
+        function()
+    return 1e3 * (time.perf_counter() - start) / calls
 
 
 def peak_mb() -> float:
