@@ -128,6 +128,7 @@ VARIANTS = {
         f"{name}: no L2 penalty": {"l2": None, "steps": LENGTHS[name]}
         for name in ("quick", "four times the steps")
     },
+    "quick: learning rate constant": {"decay": "constant", "steps": LENGTHS["quick"]},
     **{
         f"images shifted by {pixels}, {name}": {
             "max_shift": pixels,
@@ -151,7 +152,15 @@ VARIANTS = {
         **WARM_AND_FAST_QUARTER,
         **L2,
     },
-    "Mean-Var, quick: L2 penalty": {**_mean_var(*MEAN_VAR_LENGTHS["quick"]), **L2},
+    "Mean-Var, a quarter of the steps: warm, fast, learning rate constant": {
+        **WARM_AND_FAST_QUARTER,
+        "decay": "constant",
+    },
+    "Mean-Var, quick: warm, fast, learning rate constant": {
+        **WARM_AND_FAST,
+        "decay": "constant",
+        "steps": LENGTHS["quick"],
+    },
     "Mean-Var, a quarter of the steps: warm, fast, largest KL first": {
         **WARM_AND_FAST_QUARTER,
         "alternative": "largest_kl_first",
