@@ -100,10 +100,11 @@ RECIPES = {
         "finetune_steps": 100,
     },
     "transformer": {
+        "parameterization": "mean_var",
         "warmup_steps": 1500,
         "train_steps": 4000,
-        "blocks_per_round": 400,
-        "finetune_steps": 60,
+        "blocks_per_round": 120,
+        "finetune_steps": 100,
     },
 }
 
