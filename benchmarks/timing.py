@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import functools
+import math
 import os
 import pathlib
 import re
@@ -22,23 +23,26 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def best(function: Callable, repeats: int = 5) -> float:
-    """Shortest time of a call in ms, after one to warm up."""
+    """Shortest time of a call in ms; see `best_of_each`."""
     return best_of_each({"": function}, repeats)[""]
 
 
 def best_of_each(functions: dict[str, Callable], repeats: int = 3) -> dict[str, float]:
-    """As `best`, in turns, so that a slow minute of the machine is shared.
+    """Shortest times of a call in ms, after two to warm up.
 
-    What takes less than 20 ms is called several times in a row, for the mean of these.
+    In turns, so that a slow minute of the machine is shared. What takes less than 20 ms
+    is called several times in a row, for the mean of these; caches are warm then.
     """
     for function in functions.values():
         function()
-    rounds = [{name: milliseconds(function) for name, function in functions.items()}]
-    calls = {name: max(1, round(20 / spent)) for name, spent in rounds[0].items()}
-    while len(rounds) < repeats:
-        rounds.append(
-            {name: milliseconds(functions[name], n) for name, n in calls.items()}
-        )
+    calls = {
+        name: math.ceil(20 / milliseconds(function))
+        for name, function in functions.items()
+    }
+    rounds = [
+        {name: milliseconds(functions[name], n) for name, n in calls.items()}
+        for _ in range(repeats)
+    ]
     return {name: min(times[name] for times in rounds) for name in functions}
 
 

@@ -14,7 +14,7 @@ import tfmiracle
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 PACKAGE = pathlib.Path(tfmiracle.__file__).parent
-# What waits for the host in a program of XLA.
+# Instructions of XLA that talk to the host or leave the program.
 HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"
 DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
 

@@ -72,6 +72,18 @@ def short(quick, monkeypatch):
 # Whole runs.
 
 
+def test_on_a_cpu_the_network_stays_outside_of_xla(tmp_path):
+    if any(d.device_type != "CPU" for d in tf.config.list_physical_devices()):
+        pytest.skip("there is an accelerator")
+    found = []
+    look = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: found.append(look.model.jit_compile)
+    )
+    path, options = tmp_path / "net.miracle", {"callbacks": [look], "verbose": 0}
+    tfmiracle.compress(small_net(), examples(), path=path, recipe=FAST, **options)
+    assert found and not any(found)
+
+
 def test_compress(tmp_path, quick, capsys):
     net = small_net()
     before = [np.array(v) for v in net.weights]

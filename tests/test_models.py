@@ -313,14 +313,6 @@ def test_a_step_in_xla_does_not_wait_for_the_host(parameterization):
     assert not re.search(HOST, program)
 
 
-def test_on_a_cpu_the_network_stays_outside_of_xla():
-    if len(tf.config.list_physical_devices()) > 1:
-        pytest.skip("there is an accelerator")
-    model = VariationalModel(sequential(), block_size=4)
-    model.compile(keras.optimizers.Adam(0.05), "mse")
-    assert not model.jit_compile
-
-
 # Which weights are coded.
 
 

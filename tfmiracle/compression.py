@@ -202,8 +202,8 @@ def compress(
             loss_weights=loss_weights,
             metrics=metrics,
             steps_per_execution=STEPS_PER_EXECUTION,
-            # With XLA where there is an accelerator. On a CPU, which would take up to
-            # twenty times as long with it, only the posterior is compiled.
+            # With XLA where there is an accelerator. On a CPU, where it makes
+            # convolutions slow, only the posterior is compiled.
             jit_compile="auto",
         )
         return network
