@@ -79,15 +79,23 @@ MEAN_VAR_LENGTHS = {
 }
 # Mean-Var's defaults (beta from 1e-5 on), otherwise the preset. In a quarter of the
 # steps beta grows four times as fast.
-WARM_AND_FAST = {
+_warm_and_fast = {
     "parameterization": "mean_var",
     "l2": None,
     "learning_rate": 2e-3,
     "log_scale_rate": 1,
     "finetune_learning_rate": 1e-3,
 }
-WARM_AND_FAST_QUARTER = {**WARM_AND_FAST, "beta_rate": 4e-3, "steps": QUARTER}
-L2 = {"l2": BASE["l2"]}
+WARM_AND_FAST = {
+    "quick": {**_warm_and_fast, "steps": LENGTHS["quick"]},
+    "a quarter of the steps": {**_warm_and_fast, "beta_rate": 4e-3, "steps": QUARTER},
+}
+WARM_AND_FAST_CHOICES = {
+    "warm and fast": {},
+    "warm, fast, L2 penalty": {"l2": BASE["l2"]},
+    "warm, fast, learning rate constant": {"decay": "constant"},
+    "warm, fast, largest KL first": {"alternative": "largest_kl_first"},
+}
 # Half the blocks and half the rounds, each fine-tuned twice as long, and half the
 # effective weights: the paper's, in blocks of 40, did worse in one run. Mean-Var keeps
 # those.
@@ -141,29 +149,10 @@ VARIANTS = {
         f"Mean-Var, {name}": _mean_var(*steps)
         for name, steps in MEAN_VAR_LENGTHS.items()
     },
-    "Mean-Var, quick: warm and fast": {**WARM_AND_FAST, "steps": LENGTHS["quick"]},
-    "Mean-Var, a quarter of the steps: warm and fast": WARM_AND_FAST_QUARTER,
-    "Mean-Var, quick: warm, fast, L2 penalty": {
-        **WARM_AND_FAST,
-        **L2,
-        "steps": LENGTHS["quick"],
-    },
-    "Mean-Var, a quarter of the steps: warm, fast, L2 penalty": {
-        **WARM_AND_FAST_QUARTER,
-        **L2,
-    },
-    "Mean-Var, a quarter of the steps: warm, fast, learning rate constant": {
-        **WARM_AND_FAST_QUARTER,
-        "decay": "constant",
-    },
-    "Mean-Var, quick: warm, fast, learning rate constant": {
-        **WARM_AND_FAST,
-        "decay": "constant",
-        "steps": LENGTHS["quick"],
-    },
-    "Mean-Var, a quarter of the steps: warm, fast, largest KL first": {
-        **WARM_AND_FAST_QUARTER,
-        "alternative": "largest_kl_first",
+    **{
+        f"Mean-Var, {length}: {name}": {**settings, **choice}
+        for length, settings in WARM_AND_FAST.items()
+        for name, choice in WARM_AND_FAST_CHOICES.items()
     },
     **SMALLER,
     **{

@@ -29,10 +29,10 @@ SPAWN = multiprocessing.get_context("spawn")
 
 EXPLANATION = """
 Times are the shortest of several, in ms unless said; below 20 ms each is a mean over
-calls in a row. "Peer / ours" is how many times
-less we take, "of the limit" the time that the machine needs at least for that part of
-the work, divided by ours. A target is such a ratio that this project set out to reach;
-"the limit allows" is what it would be in the time that the machine needs at least.
+calls in a row. "Peer / ours" is how many times less we take, "of the limit" the time
+that the machine needs at least for that part of the work, divided by ours. A target is
+such a ratio that this project set out to reach; "the limit allows" is what it would be
+in the time that the machine needs at least.
 """
 
 
