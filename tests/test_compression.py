@@ -640,6 +640,15 @@ def test_batches_go_on_from_any_step(count, batch_size):
             np.testing.assert_equal(rest, whole[step:])
 
 
+def test_no_thread_tunes_the_batches():
+    """Fitting would have to wait for it in the end."""
+    x = np.zeros((4, 2, 2, 1), np.float32)
+    recipe = Recipe(batch_size=2, max_shift=1)
+    batches = _training_batches((x, x), recipe)
+    for these in (batches, _shifted(batches, recipe)):
+        assert these("coding", 0).options().autotune.enabled is False
+
+
 def test_shifts_go_on_from_any_step_and_differ_between_phases():
     x = np.arange(5 * 4 * 4, dtype=np.float32).reshape(5, 4, 4, 1)
     recipe = Recipe(batch_size=2, max_shift=2, seed=2**64 - 1)

@@ -423,6 +423,10 @@ def _training_batches(data, recipe):
                 f"{leaf.shape}). Remove them first."
             )
     arrays = tf.nest.pack_sequence_as(data, [tf.constant(leaf) for leaf in leaves])
+    # There is nothing to tune here, and whoever deletes an iterator waits for the
+    # thread that tunes it: mostly until the end of its sleep, of up to a minute.
+    options = tf.data.Options()
+    options.autotune.enabled = False
 
     def batches(phase, step):
         epoch, offset = divmod(step * recipe.batch_size, count)
@@ -445,6 +449,7 @@ def _training_batches(data, recipe):
             .batch(recipe.batch_size, drop_remainder=True)
             .map(gather)
             .prefetch(2 * STEPS_PER_EXECUTION)
+            .with_options(options)
         )
 
     return batches
