@@ -94,13 +94,7 @@ def encode_one(block_size: int) -> dict:
     loc, log_scale = gaussians(1, block_size)
     ours = coder.MinimalRandomCoder(BITS, SEED, "per_block", "sample")
     numbers = itertools.count()
-    groups = -(-block_size // 8)
-    padding = [(0, 8 * groups - block_size)]
-    arrays = [
-        codebook.normal_quantiles(),
-        np.pad(loc[0], padding),
-        np.pad(np.exp(-log_scale[0]), padding, constant_values=1),
-    ]
+    arrays = [codebook.normal_quantiles(), loc[0], np.exp(-log_scale[0])]
     leaves = (1 << BITS) // coder.leaf_size(BITS)
     found = [np.empty(leaves, np.float32) for _ in range(2)]
     table, mean, inverse, means, maxima = (
@@ -110,7 +104,7 @@ def encode_one(block_size: int) -> dict:
 
     def score(number):
         loops().score(
-            *(1 << BITS, groups, number, SEED, 0),
+            *(1 << BITS, block_size, number, SEED, 0),
             *(table, mean, inverse, volume, means, maxima),
         )
 
@@ -130,7 +124,7 @@ def encode_one(block_size: int) -> dict:
             ),
         }
     )
-    words = groups * 4 << BITS
+    words = -(-block_size // 8) * 4 << BITS
     times["C"] /= CORES  # as if it, too, gave each core a part of the codebook
     return {
         "ours": times.pop("ours"),
@@ -199,7 +193,7 @@ def encode_many(block_size: int) -> dict:
         }
     )
     # z**2, z and 1 times their coefficients, for every candidate
-    operations = 2 * (2 * (-(-block_size // 8) * 8) + 1) << BITS
+    operations = 2 * (2 * block_size + 1) << BITS
     product = "multiply-adds of the product, all cores"
     return {
         "ours": times["ours"] / blocks,
@@ -214,14 +208,14 @@ def encode_many(block_size: int) -> dict:
 
 def generate() -> dict:
     """2**20 candidates of 32 dimensions, written to memory, ours in pieces."""
-    shape, groups, chunk = [1 << 20, 32], 4, 1 << 11
+    shape, chunk = [1 << 20, 32], 1 << 11
     parts = 1 << CORES.bit_length() - 1
     share = shape[0] // parts
 
     @tf.function(jit_compile=True, autograph=False)
     def part(key, stream, first):
         def some(start):
-            calls = coder._calls(start, chunk, groups, stream, 0, key)
+            calls = coder._calls(start, chunk, shape[1], stream, 0, key)
             return tf.map_fn(
                 coder._table_normals,
                 calls,

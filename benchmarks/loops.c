@@ -46,7 +46,7 @@ uint32_t generate(uint32_t count, uint32_t stream, uint32_t k0, uint32_t k1)
 }
 
 /* Log mean and log maximum of the importance weights in each leaf. */
-void score(uint32_t candidates, int groups, uint32_t stream, uint32_t k0, uint32_t k1,
+void score(uint32_t candidates, int dimensions, uint32_t stream, uint32_t k0, uint32_t k1,
            const float *table, const float *loc, const float *inverse_scale,
            float log_volume, float *means, float *maxima)
 {
@@ -55,18 +55,16 @@ void score(uint32_t candidates, int groups, uint32_t stream, uint32_t k0, uint32
     for (uint32_t first = 0; first < candidates; first += LEAF) {
         for (int n = 0; n < LEAF; n++)
             total[n] = 0;
-        for (int g = 0; g < groups; g++) {
-            philox(x, first, g, stream, 0, k0, k1);
-            for (int j = 0; j < 4; j++) {
-                for (int half = 0; half < 2; half++) {
-                    float m = loc[8 * g + 2 * j + half];
-                    float s = inverse_scale[8 * g + 2 * j + half];
-                    for (int n = 0; n < LEAF; n++) {
-                        float z = table[(x[j][n] >> (16 * half)) & 0xFFFF];
-                        float t = (z - m) * s;
-                        total[n] += (z - t) * (z + t);
-                    }
-                }
+        for (int d = 0; d < dimensions; d++) {
+            if (d % 8 == 0)
+                philox(x, first, d / 8, stream, 0, k0, k1);
+            const uint32_t *word = x[d % 8 / 2];
+            int shift = d % 2 * 16;
+            float m = loc[d], s = inverse_scale[d];
+            for (int n = 0; n < LEAF; n++) {
+                float z = table[(word[n] >> shift) & 0xFFFF];
+                float t = (z - m) * s;
+                total[n] += (z - t) * (z + t);
             }
         }
         float top = -3e38f, sum = 0;

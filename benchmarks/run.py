@@ -17,6 +17,7 @@ import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")  # likewise
 
 import decoding
 import kernels

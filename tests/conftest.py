@@ -5,6 +5,7 @@ import os
 import pytest
 
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")  # likewise
 
 
 @pytest.fixture

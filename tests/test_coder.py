@@ -92,7 +92,7 @@ def test_philox_gives_the_words_of_numpy(run):
 @RUNS
 def test_candidates_are_those_of_the_decoder(run):
     def candidates(first, stream, domain, key):
-        words = coder._calls(first, 64, 3, stream, domain, key)
+        words = coder._calls(first, 64, 24, stream, domain, key)
         return tf.stack(coder._table_normals(words))
 
     z = run(
@@ -207,7 +207,7 @@ def test_padding_contributes_nothing(codebook_name, selection):
             the_coder.encode(np.arange(9), loc, log_scale),
             the_coder.encode(np.arange(9), *padded),
         ):
-            np.testing.assert_array_equal(short, long)
+            np.testing.assert_allclose(short, long, rtol=1e-6, atol=1e-6)
 
 
 @CODEBOOKS
@@ -280,7 +280,7 @@ def test_nothing_is_compiled_again(monkeypatch):
     loc, log_scale = posterior(1, 7)
     for seed, block in [(1, 2), (3, 4)]:
         MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
-    direct = coder._direct_pass(1 << BITS, coder.leaf_size(BITS), 1)
+    direct = coder._direct_pass(1 << BITS, coder.leaf_size(BITS), 7)
     assert direct.experimental_get_tracing_count() == 1
 
 
@@ -290,15 +290,15 @@ def test_memory_does_not_grow_with_the_codebook(make_pass):
 
     And nothing in it waits for the host.
     """
-    batch, coefficients = 1, [(16,), (16,), ()]
+    batch, coefficients = 1, [(20,), (20,), ()]
     if make_pass is coder._product_pass:
-        batch, coefficients = 128, [(128, 33)]
+        batch, coefficients = 128, [(128, 41)]
     inputs = [tf.zeros(2, tf.uint32), *[tf.zeros([], tf.uint32)] * 2, tf.constant(0)]
     inputs += [tf.zeros(shape) for shape in coefficients]
 
     def largest(bits):
         leaf = coder.leaf_size(bits)
-        run = make_pass.__wrapped__(1 << bits, leaf, 2)
+        run = make_pass.__wrapped__(1 << bits, leaf, 20)
         program = run.experimental_get_compiler_ir(*inputs)(stage="hlo")
         assert not re.search(HOST, program)
         shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)

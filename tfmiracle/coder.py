@@ -152,13 +152,13 @@ class MinimalRandomCoder:
         # XLA runs the loops of a pass on one core. Several batches run side by side;
         # if there are too few of them, each scans parts of the codebook side by side.
         workers = 1 if _on_gpu() else usable_cores()
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            if len(batches) < workers:
-                parts = 1 << min(workers.bit_length() - 1, max(0, self.block_bits - 14))
-                for rows in batches:
-                    encode_batch(rows, parts, pool.map)
-            else:
-                list(pool.map(lambda rows: encode_batch(rows, 1, map), batches))
+        pool = _pool(workers)
+        if len(batches) < workers:
+            parts = 1 << min(workers.bit_length() - 1, max(0, self.block_bits - 14))
+            for rows in batches:
+                encode_batch(rows, parts, pool.map)
+        else:
+            list(pool.map(lambda rows: encode_batch(rows, 1, map), batches))
         return result
 
     def decode(
@@ -214,9 +214,9 @@ class MinimalRandomCoder:
         The codebook is scanned in `parts`, a power of two, by `map`.
         """
         domain, streams = self._address(blocks)
-        # Whole calls of Philox, and for products whole batches.
+        # For products, whole batches.
         count = next(n for n in (1, *_PRODUCT_BLOCKS) if n >= len(blocks))
-        padding = [(0, count - len(blocks)), (0, -loc.shape[1] % PER_CALL)]
+        padding = [(0, count - len(blocks)), (0, 0)]
         loc, log_scale = (
             np.pad(x.astype(np.float64), padding) for x in (loc, log_scale)
         )
@@ -232,7 +232,7 @@ class MinimalRandomCoder:
                 np.hstack([0.5 * (1 - precision), loc * precision, constant[:, None]]),
             )
         size = (1 << self.block_bits) // parts
-        scan = make(size, leaf_size(self.block_bits), loc.shape[1] // PER_CALL)
+        scan = make(size, leaf_size(self.block_bits), loc.shape[1])
         key = tf.constant(philox.split_seed(self.seed), tf.uint32)
         stream, domain = (tf.constant(x, tf.uint32) for x in (streams[0], domain))
         inputs = [tf.constant(x, tf.float32) for x in inputs]
@@ -353,6 +353,12 @@ def _on_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))
 
 
+@functools.cache
+def _pool(workers: int) -> concurrent.futures.ThreadPoolExecutor:
+    """Threads for all calls: to start them takes longer than to encode small blocks."""
+    return concurrent.futures.ThreadPoolExecutor(workers)
+
+
 def usable_cores() -> int:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -367,12 +373,12 @@ def usable_cores() -> int:
 
 
 @functools.cache
-def _direct_pass(size: int, leaf: int, calls: int) -> Callable:
+def _direct_pass(size: int, leaf: int, block_size: int) -> Callable:
     """Returns the pass over `size` candidates for one block, whatever its Q.
 
     Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, the first
-    candidate, int32 `[]`, then float32: loc `[8 * calls]`, 1 / scale `[8 * calls]` and
-    the sum of log_scale `[]`.
+    candidate, int32 `[]`, then float32: loc `[D]`, 1 / scale `[D]` and the sum of
+    log_scale `[]`.
     It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
     """
     # Steps that stay in the cache of a core, or keep a GPU busy.
@@ -381,8 +387,11 @@ def _direct_pass(size: int, leaf: int, calls: int) -> Callable:
 
     @tf.function(jit_compile=True, autograph=False)
     def run(key, stream, domain, first, loc, inverse_scale, log_volume):
-        loc = tf.reshape(loc, [calls, PER_CALL])
-        inverse_scale = tf.reshape(inverse_scale, [calls, PER_CALL])
+        whole, rest = divmod(block_size, PER_CALL)
+        locs, inverse_scales = (
+            tf.reshape(x[: whole * PER_CALL], [whole, PER_CALL])
+            for x in (loc, inverse_scale)
+        )
 
         def add(total, dims):
             words, loc, inverse_scale = dims
@@ -394,8 +403,12 @@ def _direct_pass(size: int, leaf: int, calls: int) -> Callable:
             return total
 
         def log_weights(first):
-            words = _calls(first, step, calls, stream, domain, key)
-            total = tf.foldl(add, (words, loc, inverse_scale), tf.zeros([step]))
+            words = _calls(first, step, block_size, stream, domain, key)
+            total = tf.zeros([step])
+            if whole:
+                total = tf.foldl(add, (words[:whole], locs, inverse_scales), total)
+            if rest:
+                total = add(total, (words[-1], loc[-rest:], inverse_scale[-rest:]))
             return tf.maximum(0.5 * total - log_volume, _LOWEST)
 
         def reduce_chunk(first):
@@ -409,11 +422,11 @@ def _direct_pass(size: int, leaf: int, calls: int) -> Callable:
 
 
 @functools.cache
-def _product_pass(size: int, leaf: int, calls: int) -> Callable:
+def _product_pass(size: int, leaf: int, block_size: int) -> Callable:
     """Returns the pass over `size` candidates for B blocks that share them.
 
     Its arguments are those of `_direct_pass` up to the first candidate, then the
-    coefficients of z**2, z and 1 in the log weights, float32 `[B, 16 * calls + 1]`. It
+    coefficients of z**2, z and 1 in the log weights, float32 `[B, 2 * D + 1]`. It
     returns log mean and log maximum of the weights in each leaf, `[B, leaves]`.
     """
     chunk = min(1 << 12, size)
@@ -423,10 +436,10 @@ def _product_pass(size: int, leaf: int, calls: int) -> Callable:
         def reduce_chunk(first):
             z = tf.map_fn(
                 _table_normals,
-                _calls(first, chunk, calls, stream, domain, key),
+                _calls(first, chunk, block_size, stream, domain, key),
                 fn_output_signature=[tf.float32] * PER_CALL,
             )
-            z = tf.reshape(tf.stack(z, axis=1), [calls * PER_CALL, chunk])
+            z = tf.reshape(tf.stack(z, axis=1), [-1, chunk])[:block_size]
             powers = tf.concat([z * z, z, tf.ones([1, chunk])], axis=0)
             return _reduce_leaves(tf.matmul(coefficients, powers), leaf)
 
@@ -454,12 +467,12 @@ def _reduce_leaves(x, leaf):
     return top + tf.math.log(tf.reduce_mean(tf.exp(x - top[..., tf.newaxis]), -1)), top
 
 
-def _calls(first, count, calls, stream, domain, key):
+def _calls(first, count, block_size, stream, domain, key):
     """Returns Philox of `count` candidates, complex128 `[calls, count]`."""
     index = tf.cast(first + tf.range(count), tf.uint32)
     return tf.map_fn(
         lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),
-        tf.range(calls),
+        tf.range(-(-block_size // PER_CALL)),
         fn_output_signature=tf.complex128,
     )
 
