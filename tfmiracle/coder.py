@@ -140,7 +140,8 @@ class MinimalRandomCoder:
             # Some at a time, whose numbers stay in the cache of a core.
             numbers = leaf_size(self.block_bits) * loc.shape[1] + means.shape[1]
             some = max(1, (1 << 18) // numbers)
-            for start in range(0, len(rows), some):
+
+            def choose(start: int) -> None:
                 part = slice(start, start + some)
                 chosen = self._choose(
                     *(x[rows[part]] for x in (blocks, loc, log_scale)),
@@ -148,6 +149,8 @@ class MinimalRandomCoder:
                 )
                 for array, values in zip(result, chosen, strict=True):
                     array[rows[part]] = values
+
+            list(map(choose, range(0, len(rows), some)))
 
         # XLA runs the loops of a pass on one core. Several batches run side by side;
         # if there are too few of them, each scans parts of the codebook side by side.
