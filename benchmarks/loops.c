@@ -46,8 +46,8 @@ uint32_t generate(uint32_t count, uint32_t stream, uint32_t k0, uint32_t k1)
 }
 
 /* Log mean and log maximum of the importance weights in each leaf. */
-void score(uint32_t candidates, int dimensions, uint32_t stream, uint32_t k0, uint32_t k1,
-           const float *table, const float *loc, const float *inverse_scale,
+void score(uint32_t candidates, int dimensions, uint32_t stream, uint32_t k0,
+           uint32_t k1, const float *table, const float *loc, const float *inverse_scale,
            float log_volume, float *means, float *maxima)
 {
     words x;

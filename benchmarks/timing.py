@@ -105,7 +105,13 @@ def machine() -> dict:
     import tensorflow_probability as tfp
 
     info = pathlib.Path("/proc/cpuinfo")
-    found = re.search("model name\t: (.*)", info.read_text() if info.exists() else "")
+    info = info.read_text() if info.exists() else ""
+    found = [
+        re.search(rf"^{name}\s*: (.*)", info, re.MULTILINE)
+        for name in ("model name", "cpu family", "model")
+    ]
+    # Servers of several generations have the same name.
+    processor = ", ".join(match[0].replace("\t", "") for match in found if match)
     modules = (tfmiracle, keras, tf, tfp, np)
     versions = {module.__name__: module.__version__ for module in modules}
-    return {"processor": found[1] if found else "unknown", "cores": CORES, **versions}
+    return {"processor": processor, "cores": CORES, **versions}

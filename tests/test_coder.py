@@ -1,6 +1,8 @@
 """Minimal random coding against the enumeration of all candidates in float64."""
 
+import os
 import re
+import signal
 import warnings
 
 import numpy as np
@@ -109,13 +111,16 @@ def test_candidates_are_those_of_the_decoder(run):
 
 @CODEBOOKS
 @SELECTIONS
-@pytest.mark.parametrize("bits, num_blocks", [(0, 2), (1, 2), (BITS, 10)])
+@pytest.mark.parametrize(
+    "bits, num_blocks, block_size", [(0, 2, 7), (1, 2, 7), (BITS, 10, 7), (10, 9, 20)]
+)
 def test_encoding_is_that_of_the_enumeration(
-    codebook_name, selection, bits, num_blocks
+    codebook_name, selection, bits, num_blocks, block_size
 ):
     the_coder = MinimalRandomCoder(bits, SEED, codebook_name, selection)
     blocks = np.arange(num_blocks) + 2**32 - num_blocks
-    loc, log_scale = posterior(num_blocks, 7)
+    loc, log_scale = posterior(num_blocks, block_size + 1)
+    loc, log_scale = loc[:, :-1], log_scale[:, :-1]  # the last is padding
     encoded = the_coder.encode(blocks, loc, log_scale)
     assert encoded.indices.dtype == np.int64
     assert encoded.log_weight.dtype == encoded.log_evidence.dtype == np.float32
@@ -126,10 +131,21 @@ def test_encoding_is_that_of_the_enumeration(
         assert encoded.log_weight[row] == pytest.approx(weights[index], abs=1e-6)
         evidence = log_mean(weights)
         assert encoded.log_evidence[row] == pytest.approx(evidence, abs=1e-5)
-    z = the_coder.decode(blocks, encoded.indices, 7)
+    z = the_coder.decode(blocks, encoded.indices, block_size)
     shared = codebook_name == "shared"
-    expected = codebook.candidates(SEED, blocks, encoded.indices, 7, shared)
+    expected = codebook.candidates(SEED, blocks, encoded.indices, block_size, shared)
     np.testing.assert_array_equal(z, expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_has_threads_of_its_own():
+    coder._pool(2).submit(int).result()
+    child = os.fork()
+    if not child:
+        signal.alarm(5)  # ends it
+        os._exit(coder._pool(2).submit(int).result(4))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_shared_blocks_are_scored_together():

@@ -183,6 +183,7 @@ def environment(threads, onednn, hash_seed):
     return {
         "OMP_NUM_THREADS": str(threads),
         "TF_ENABLE_ONEDNN_OPTS": str(onednn),
+        "XLA_FLAGS": "--xla_cpu_prefer_vector_width=512" if onednn else "",
         "PYTHONHASHSEED": str(hash_seed),
     }
 

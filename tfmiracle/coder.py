@@ -217,11 +217,11 @@ class MinimalRandomCoder:
         The codebook is scanned in `parts`, a power of two, by `map`.
         """
         domain, streams = self._address(blocks)
-        # For products, whole batches.
+        # A product takes one of few numbers of blocks: for each, XLA compiles anew.
         count = next(n for n in (1, *_PRODUCT_BLOCKS) if n >= len(blocks))
-        padding = [(0, count - len(blocks)), (0, 0)]
         loc, log_scale = (
-            np.pad(x.astype(np.float64), padding) for x in (loc, log_scale)
+            np.pad(x.astype(np.float64), [(0, count - len(blocks)), (0, 0)])
+            for x in (loc, log_scale)
         )
         precision = np.exp(-2 * log_scale)
         log_volume = log_scale.sum(1)
@@ -362,6 +362,10 @@ def _pool(workers: int) -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(workers)
 
 
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def usable_cores() -> int:
     """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -471,7 +475,7 @@ def _reduce_leaves(x, leaf):
 
 
 def _calls(first, count, block_size, stream, domain, key):
-    """Returns Philox of `count` candidates, complex128 `[calls, count]`."""
+    """Returns Philox of `count` candidates, complex128 `[ceil(D / 8), count]`."""
     index = tf.cast(first + tf.range(count), tf.uint32)
     return tf.map_fn(
         lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),

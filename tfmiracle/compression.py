@@ -423,8 +423,8 @@ def _training_batches(data, recipe):
                 f"{leaf.shape}). Remove them first."
             )
     arrays = tf.nest.pack_sequence_as(data, [tf.constant(leaf) for leaf in leaves])
-    # There is nothing to tune here, and whoever deletes an iterator waits for the
-    # thread that tunes it: mostly until the end of its sleep, of up to a minute.
+    # Nothing here takes long enough to be tuned, and whoever deletes an iterator may
+    # have to wait for the thread that tunes it to wake up, for up to a minute.
     options = tf.data.Options()
     options.autotune.enabled = False
 
