@@ -698,6 +698,7 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("warmup_learning_rate", [0.0, np.nan]),
         ("finetune_learning_rate", [0.0, np.nan]),
         ("quota_rate", [0.0, np.nan]),
+        ("initial_budget", [0.5, np.nan]),
         ("log_scale_rate", [0.0, np.inf]),
         ("log_scale", [np.nan, np.inf]),
         ("warm_log_scale", [np.nan, np.inf]),
@@ -729,6 +730,13 @@ def test_changes_are_what_differs_from_the_defaults():
     json.dumps(PAPER.changes())
 
 
+def test_the_budget_falls_in_the_first_half():
+    options = Recipe(initial_budget=4.0, train_steps=701).posterior_options()
+    assert (options["initial_budget"], options["annealing_steps"]) == (4.0, 350)
+    options = Recipe(initial_budget=4.0, train_steps=0).posterior_options()
+    assert options["initial_budget"] == 1.0
+
+
 def test_default_learning_rates_suit_the_parameterization():
     assert Recipe().learning_rates == (1e-2, 5e-3)
     assert Recipe(parameterization="mean_var").learning_rates == (2e-3, 1e-3)
@@ -749,6 +757,7 @@ def test_the_paper():
         train_steps=100_000,
         learning_rate=1e-3,
         quota_rate=1.0,
+        initial_budget=1.0,
         log_scale_rate=1.0,
         log_stddev=-10.0,
         log_stddev_rate=1.0,

@@ -122,6 +122,8 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
         "codebook": "shared",
         "log_scale": -1.5,
         "quota_rate": 3.0,
+        "initial_budget": 4.0,
+        "annealing_steps": 100,
         "log_scale_rate": 2.0,
         "seed": 2**63,
     }
@@ -143,6 +145,7 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
     assert posterior.kl_bits == 9.5
     assert posterior.codebook == "shared"
     assert posterior.quota_rate == 3.0
+    assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
     assert posterior.log_scale_rate == 2.0
     np.testing.assert_allclose(posterior.coding_scale, math.exp(-1.5), rtol=1e-6)
 

@@ -230,7 +230,7 @@ def test_a_saved_model_holds_its_weights_once(tmp_path):
     model = VariationalModel(sequential())
     assert not model._trainable_variables
     assert not model._non_trainable_variables
-    assert len(model.weights) == 4 + 8
+    assert len(model.weights) == 4 + 9
 
 
 # Compiled.
@@ -607,6 +607,8 @@ def test_configuration_round_trip():
         "rules": {"kernel": "hash=2 own_scale", "*/bias": "store=float16"},
         "log_scale": -1.5,
         "quota_rate": 3.0,
+        "initial_budget": 4.0,
+        "annealing_steps": 100,
         "log_scale_rate": 2.0,
         "l2": 0.25,
         "seed": 2**64 - 1,
@@ -624,6 +626,7 @@ def test_configuration_round_trip():
     assert posterior.codebook == "shared"
     assert (posterior.block_bits, posterior.kl_bits) == (11, 9.5)
     assert (posterior.quota_rate, posterior.log_scale_rate) == (3.0, 2.0)
+    assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
     clone = keras.models.clone_model(model)
     assert clone.get_config()["treatments"] == config["treatments"]
 
@@ -649,7 +652,7 @@ def test_summary_counts_what_trains(capsys):
     text = "\n".join(lines)
     # 51 weights in 13 blocks of 4, two scales.
     assert f"Trainable params: {2 * 52 + 2}" in text
-    assert f"Non-trainable params: {51 + 2 + 3 * 52 + 13}" in text
+    assert f"Non-trainable params: {51 + 2 + 3 * 52 + 2 * 13}" in text
 
 
 @pytest.mark.parametrize(

@@ -338,9 +338,10 @@ def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
         monkeypatch.setattr(posterior_module, "_INITIALIZED", count)
         made = parameterization(layout())
         made.initialize(random_values(), warm=True)
-        starts.append([p.numpy() for p in made._parameters()])
+        parameters = [p.numpy().ravel() for p in made._parameters()]
+        starts.append(np.concatenate(parameters))
     for other in starts[1:]:
-        np.testing.assert_array_equal(np.stack(other), np.stack(starts[0]))
+        np.testing.assert_array_equal(other, starts[0])
     assert np.any(starts[0])
 
 
@@ -380,6 +381,28 @@ def test_starting_again_frees_everything():
     for v, value in zip(posterior.variables, start, strict=True):
         if v.name not in ("candidates", "coded_loc", "coded_log_ratio"):
             np.testing.assert_array_equal(v.numpy(), value)
+
+
+def test_the_budget_falls_in_training():
+    made = MeanKLPosterior(layout(), initial_budget=8.0, annealing_steps=3)
+    made.initialize(random_values(), warm=True)
+    # A start that 20 bits forbid.
+    exact = MeanKLPosterior(layout(), kl_bits=160)
+    exact.initialize(random_values(), warm=True)
+    for ours, theirs in zip(made.standardized(), exact.standardized(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    budgets = []
+    for _ in range(5):
+        made(training=False)
+        budgets.append(made.block_kl().numpy() / LN2)
+        made(training=True)
+    expected = np.array([160, 80, 40, 20, 20])[:, None]
+    np.testing.assert_allclose(budgets, expected + 0 * budgets[0], rtol=2e-6)
+    # A code has no room for more.
+    made.initialize(random_values(), warm=True)
+    np.testing.assert_allclose(made.block_kl(), 160 * LN2, rtol=2e-6)
+    made.finalize_coding_scale()
+    np.testing.assert_allclose(made.block_kl(), 20 * LN2, rtol=2e-6)
 
 
 def test_rates_only_rescale_the_variables():
@@ -730,6 +753,9 @@ def test_posterior_over_keras_variables():
         ({"kl_bits": math.inf}, "kl_bits=inf"),
         ({"quota_rate": 0.0}, "quota_rate=0.0"),
         ({"quota_rate": math.nan}, "quota_rate=nan"),
+        ({"initial_budget": 0.5}, "initial_budget=0.5"),
+        ({"initial_budget": math.nan}, "initial_budget=nan"),
+        ({"annealing_steps": 0}, "annealing_steps=0"),
         ({"log_scale_rate": -1.0}, "log_scale_rate=-1.0"),
         ({"log_scale": math.nan}, "`log_scale`.*log_scale=nan"),
         ({"log_scale": math.inf}, "log_scale=inf"),

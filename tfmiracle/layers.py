@@ -115,7 +115,8 @@ class MeanKLLayer(VariationalLayer):
       codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
       log_scale: initial log standard deviation of the coding distribution.
       log_scale_rate: see `tfmiracle.posterior.BlockPosterior`.
-      quota_rate: see `tfmiracle.posterior.MeanKLPosterior`.
+      quota_rate, initial_budget, annealing_steps: see
+        `tfmiracle.posterior.MeanKLPosterior`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
         By default a random one, which `keras.utils.set_random_seed` determines.
     """
@@ -132,6 +133,8 @@ class MeanKLLayer(VariationalLayer):
         log_scale: float = -2.0,
         log_scale_rate: float = 1.0,
         quota_rate: float = 1.0,
+        initial_budget: float = 1.0,
+        annealing_steps: int = 1000,
         seed: int | None = None,
         **kwargs,
     ):
@@ -143,6 +146,8 @@ class MeanKLLayer(VariationalLayer):
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
             "quota_rate": quota_rate,
+            "initial_budget": initial_budget,
+            "annealing_steps": annealing_steps,
             "seed": seed,
         }
         super().__init__(*args, options=options, **kwargs)

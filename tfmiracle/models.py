@@ -43,7 +43,8 @@ class VariationalModel(keras.Model):
       warm_log_scale: for a warm start, initial log of its ratio to the root mean square
         of the weights.
       log_scale_rate: see `BlockPosterior`.
-      quota_rate: for "mean_kl", see `MeanKLPosterior`.
+      quota_rate, initial_budget, annealing_steps: for "mean_kl", see
+        `MeanKLPosterior`.
       log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
         `MeanVarPosterior`.
       l2: weight of the sum of squares of the coded variables' values, those of the
@@ -77,6 +78,8 @@ class VariationalModel(keras.Model):
         warm_log_scale: float = 0.0,
         log_scale_rate: float = 1.0,
         quota_rate: float = 1.0,
+        initial_budget: float = 1.0,
+        annealing_steps: int = 1000,
         log_stddev: float = -10.0,
         log_stddev_rate: float = 1.0,
         beta: float = 1e-8,
@@ -123,6 +126,8 @@ class VariationalModel(keras.Model):
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
             "quota_rate": quota_rate,
+            "initial_budget": initial_budget,
+            "annealing_steps": annealing_steps,
             "log_stddev": log_stddev,
             "log_stddev_rate": log_stddev_rate,
             "beta": beta,

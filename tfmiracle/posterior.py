@@ -120,13 +120,14 @@ class BlockPosterior(keras.layers.Layer):
         raise NotImplementedError
 
     def _parameters(self) -> list[keras.Variable]:
-        """Variables of shape `[num_blocks, block_size]` that `_standardize` takes."""
+        """Variables that `_standardize` takes, with a row for each block."""
         raise NotImplementedError
 
     def _standardize(self, parameters, log_scale, mask):
         """Parameters, log rho and mask of the same blocks -> (mu / rho, log sigma/rho).
 
-        Both are zero where padded. All tensors are `[..., block_size]`.
+        Both are zero where padded. All tensors are `[..., block_size]`, or a parameter
+        `[..., 1]`.
         """
         raise NotImplementedError
 
@@ -318,7 +319,7 @@ class BlockPosterior(keras.layers.Layer):
         self._final_scale.assign(np.zeros(self.layout.num_scales))
         self.indices.assign(np.full(self.layout.num_blocks, -1))
         scale, mask = np.exp(log_scale), self.layout.mask()
-        initial = [np.empty(self.block_shape, np.float32) for _ in self._parameters()]
+        initial = [np.empty(v.shape, np.float32) for v in self._parameters()]
         rows = -(-_INITIALIZED // self.layout.block_size)
         for start in range(0, self.layout.num_blocks, rows):
             some = slice(start, start + rows)
@@ -374,38 +375,75 @@ class BlockPosterior(keras.layers.Layer):
 class MeanKLPosterior(BlockPosterior):
     """Gaussian posterior parameterized by mean and KL (Lin et al. 2023, section 3).
 
-    Each block has a fixed budget kappa; weight w gets the share gamma_w of it (softmax
-    of the quota logits), its mean is mu = rho sqrt(2 gamma_w kappa) tanh(tau)
-    (equation 5) and its variance follows (equation 3). The KL of every block thus
-    equals the budget, whatever the parameters.
+    Each block has a budget kappa; weight w gets the share gamma_w of it (softmax of the
+    quota logits), its mean is mu = rho sqrt(2 gamma_w kappa) tanh(tau) (equation 5) and
+    its variance follows (equation 3). The KL of every block thus equals the budget,
+    whatever the parameters.
+
+    The budget can be larger at first and fall in the course of training. A network that
+    starts from trained weights then loses information bit by bit, as in Mean-Var,
+    instead of all at once. The paper has a constant budget.
 
     Args:
       layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
       quota_rate: how much faster quota logits learn than tau, see `log_scale_rate`.
+      initial_budget: the budget at first, in multiples of `kl_bits`.
+      annealing_steps: number of calls in training in which the budget falls to
+        `kl_bits`, by the same factor each. It is `kl_bits` in any case once
+        `finalize_coding_scale` is called.
     """
 
-    OPTIONS = ("quota_rate",)
+    OPTIONS = ("quota_rate", "initial_budget", "annealing_steps")
 
-    def __init__(self, layout: WeightLayout, *args, quota_rate: float = 1.0, **kwargs):
+    def __init__(
+        self,
+        layout: WeightLayout,
+        *args,
+        quota_rate: float = 1.0,
+        initial_budget: float = 1.0,
+        annealing_steps: int = 1000,
+        **kwargs,
+    ):
         super().__init__(layout, *args, **kwargs)
-        _check_positive(quota_rate=quota_rate)
+        _check_positive(quota_rate=quota_rate, annealing_steps=annealing_steps)
+        if not 1 <= initial_budget < math.inf:
+            raise ValueError(
+                "`initial_budget` must be a finite number of at least 1, a multiple of "
+                f"`kl_bits`. Received: initial_budget={initial_budget}"
+            )
         self.quota_rate = float(quota_rate)
+        self.initial_budget = float(initial_budget)
+        self.annealing_steps = annealing_steps
+        self._budget = self._add("budget", (layout.num_blocks, 1), True, initial_budget)
 
     def _create_parameters(self):
         self.tau = self._add("tau", self.block_shape)
         self.quota_logits = self._add("quota_logits", self.block_shape)
 
     def _parameters(self):
-        return [self.tau, self.quota_logits]
+        return [self.tau, self.quota_logits, self._budget]
 
     def _standardize(self, parameters, log_scale, mask):
-        tau, quota = parameters
+        tau, quota, budget = parameters
         logits = tf.clip_by_value(self.quota_rate * quota, -_MAX_LOGIT, _MAX_LOGIT)
         log_share = tf.nn.log_softmax(tf.where(mask, logits, -4 * _MAX_LOGIT))
         # The root is formed in the exponent: kappa -> sqrt(kappa) has no finite
         # derivative at 0.
         sqrt_kappa = tf.exp(0.5 * log_share) * math.sqrt(self.kl_bits * math.log(2))
-        return mean_kl_standardized(tau, sqrt_kappa)
+        return mean_kl_standardized(tau, tf.sqrt(budget) * sqrt_kappa)
+
+    def call(self, training: bool | None = None) -> list[tf.Tensor]:
+        values = super().call(training)
+        if training and self.initial_budget > 1:
+            factor = self.initial_budget ** (-1 / self.annealing_steps)
+            self._budget.assign(
+                tf.maximum(tf.convert_to_tensor(self._budget) * factor, 1.0)
+            )
+        return values
+
+    def finalize_coding_scale(self) -> None:
+        super().finalize_coding_scale()
+        self._budget.assign(np.ones(self._budget.shape))
 
     def _initial(self, loc, scale, mask, warm):
         z = loc / scale
@@ -413,11 +451,12 @@ class MeanKLPosterior(BlockPosterior):
         logits = np.where(mask, logits, -np.inf)
         share = np.exp(logits - logits.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
-        limit = np.sqrt(2 * share * self.kl_bits * math.log(2))
+        limit = np.sqrt(2 * share * self.initial_budget * self.kl_bits * math.log(2))
         tanh = z / np.maximum(limit, np.finfo(np.float32).tiny)
         return [
             np.arctanh(np.clip(tanh, -0.99, 0.99)),
             np.where(mask, logits, 0) / self.quota_rate,
+            np.full((len(z), 1), self.initial_budget),
         ]
 
 

@@ -33,6 +33,8 @@ class Recipe:
         1e-2, for "mean_var", whose means are weights, 2e-3.
       log_scale_rate: learning rate of the log coding scales relative to the means.
       quota_rate: mean_kl: learning rate of the quota logits relative to the means.
+      initial_budget: mean_kl: the KL of a block at first, in multiples of `kl_bits`; it
+        falls to `kl_bits` in the first half of the steps of variational training.
       log_stddev: mean_var: initial log standard deviation of the posterior.
       log_stddev_rate: mean_var: learning rate of it relative to the means.
       beta: mean_var: initial weight of the KL of a block (nats) in the loss.
@@ -67,6 +69,7 @@ class Recipe:
     learning_rate: float | None = None
     log_scale_rate: float = 1.0
     quota_rate: float = 5.0
+    initial_budget: float = 4.0
     log_stddev: float = -5.0
     log_stddev_rate: float = 5.0
     beta: float = 1e-5
@@ -120,6 +123,11 @@ class Recipe:
             raise ValueError(
                 f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
+        if not 1 <= self.initial_budget < math.inf:
+            raise ValueError(
+                "`initial_budget` must be at least 1. "
+                f"Received: initial_budget={self.initial_budget}"
+            )
         if not 0 <= self.l2 < math.inf:
             raise ValueError(f"`l2` must be at least 0. Received: l2={self.l2}")
         for name in ("log_scale", "warm_log_scale", "log_stddev"):
@@ -161,13 +169,18 @@ class Recipe:
             "warm_log_scale",
             "log_scale_rate",
             "quota_rate",
+            "initial_budget",
             "log_stddev",
             "log_stddev_rate",
             "beta",
             "beta_rate",
             "l2",
         )
-        return {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names}
+        options["annealing_steps"] = max(1, self.train_steps // 2)
+        if not self.train_steps:  # what is coded as it starts has no time to adapt
+            options["initial_budget"] = 1.0
+        return options
 
     def changes(self) -> dict:
         """The fields that differ from the defaults."""
@@ -186,6 +199,7 @@ PAPER = Recipe(
     train_steps=100_000,
     learning_rate=1e-3,
     quota_rate=1.0,
+    initial_budget=1.0,
     log_stddev=-10.0,
     log_stddev_rate=1.0,
     beta=1e-8,
