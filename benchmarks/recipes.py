@@ -119,7 +119,6 @@ CHOICES = {
     "scales from the weights": {"warm_log_scale": 0},
     "scales as fast as means": {"log_scale_rate": 1},
     "quotas five times as fast": {"quota_rate": 5},
-    "budget four times as large at first": {"initial_budget": 4},
     "learning rate 1e-2": {"learning_rate": 1e-2},
     "learning rate constant": {"decay": "constant"},
     "sampled candidates": {"selection": "sample"},

@@ -733,8 +733,6 @@ def test_changes_are_what_differs_from_the_defaults():
 def test_the_budget_falls_in_the_first_half():
     options = Recipe(initial_budget=4.0, train_steps=701).posterior_options()
     assert (options["initial_budget"], options["annealing_steps"]) == (4.0, 350)
-    options = Recipe(initial_budget=4.0, train_steps=0).posterior_options()
-    assert options["initial_budget"] == 1.0
 
 
 def test_default_learning_rates_suit_the_parameterization():
@@ -757,7 +755,6 @@ def test_the_paper():
         train_steps=100_000,
         learning_rate=1e-3,
         quota_rate=1.0,
-        initial_budget=1.0,
         log_scale_rate=1.0,
         log_stddev=-10.0,
         log_stddev_rate=1.0,

@@ -382,15 +382,16 @@ class MeanKLPosterior(BlockPosterior):
 
     The budget can be larger at first and fall in the course of training. A network that
     starts from trained weights then loses information bit by bit, as in Mean-Var,
-    instead of all at once. The paper has a constant budget.
+    instead of all at once. Means fall with the root of the budget, unless tau grows: do
+    not code before training has made up for that. The paper has a constant budget.
 
     Args:
       layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
       quota_rate: how much faster quota logits learn than tau, see `log_scale_rate`.
       initial_budget: the budget at first, in multiples of `kl_bits`.
       annealing_steps: number of calls in training in which the budget falls to
-        `kl_bits`, by the same factor each. It is `kl_bits` in any case once
-        `finalize_coding_scale` is called.
+        `kl_bits`, by the same factor each; a layer that is called twice in a step takes
+        half as many steps. From `finalize_coding_scale` on it is `kl_bits` in any case.
     """
 
     OPTIONS = ("quota_rate", "initial_budget", "annealing_steps")
@@ -406,9 +407,9 @@ class MeanKLPosterior(BlockPosterior):
     ):
         super().__init__(layout, *args, **kwargs)
         _check_positive(quota_rate=quota_rate, annealing_steps=annealing_steps)
-        if not 1 <= initial_budget < math.inf:
+        if not 1 <= initial_budget <= 1e6:
             raise ValueError(
-                "`initial_budget` must be a finite number of at least 1, a multiple of "
+                "`initial_budget` must be a number from 1 to 1e6, a multiple of "
                 f"`kl_bits`. Received: initial_budget={initial_budget}"
             )
         self.quota_rate = float(quota_rate)
@@ -436,9 +437,8 @@ class MeanKLPosterior(BlockPosterior):
         values = super().call(training)
         if training and self.initial_budget > 1:
             factor = self.initial_budget ** (-1 / self.annealing_steps)
-            self._budget.assign(
-                tf.maximum(tf.convert_to_tensor(self._budget) * factor, 1.0)
-            )
+            budget = tf.convert_to_tensor(self._budget)
+            self._budget.assign(tf.maximum(budget * factor, 1.0))
         return values
 
     def finalize_coding_scale(self) -> None:

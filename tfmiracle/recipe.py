@@ -69,7 +69,7 @@ class Recipe:
     learning_rate: float | None = None
     log_scale_rate: float = 1.0
     quota_rate: float = 5.0
-    initial_budget: float = 4.0
+    initial_budget: float = 1.0
     log_stddev: float = -5.0
     log_stddev_rate: float = 5.0
     beta: float = 1e-5
@@ -123,9 +123,9 @@ class Recipe:
             raise ValueError(
                 f"`kl_bits` must be at least 0. Received: kl_bits={self.kl_bits}"
             )
-        if not 1 <= self.initial_budget < math.inf:
+        if not 1 <= self.initial_budget <= 1e6:
             raise ValueError(
-                "`initial_budget` must be at least 1. "
+                "`initial_budget` must be a number from 1 to 1e6. "
                 f"Received: initial_budget={self.initial_budget}"
             )
         if not 0 <= self.l2 < math.inf:
@@ -178,8 +178,6 @@ class Recipe:
         )
         options = {name: getattr(self, name) for name in names}
         options["annealing_steps"] = max(1, self.train_steps // 2)
-        if not self.train_steps:  # what is coded as it starts has no time to adapt
-            options["initial_budget"] = 1.0
         return options
 
     def changes(self) -> dict:
@@ -199,7 +197,6 @@ PAPER = Recipe(
     train_steps=100_000,
     learning_rate=1e-3,
     quota_rate=1.0,
-    initial_budget=1.0,
     log_stddev=-10.0,
     log_stddev_rate=1.0,
     beta=1e-8,
