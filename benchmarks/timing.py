@@ -112,6 +112,7 @@ def machine() -> dict:
     ]
     # Servers of several generations have the same name.
     processor = ", ".join(match[0].replace("\t", "") for match in found if match)
+    processor = processor or "unknown"
     modules = (tfmiracle, keras, tf, tfp, np)
     versions = {module.__name__: module.__version__ for module in modules}
     return {"processor": processor, "cores": CORES, **versions}

@@ -219,11 +219,12 @@ def test_padding_contributes_nothing(codebook_name, selection):
     if codebook_name == "per_block":
         loc, log_scale = posterior(9, 5)
         padded = (np.pad(x, [(0, 0), (0, 3)]) for x in (loc, log_scale))
-        for short, long in zip(
-            the_coder.encode(np.arange(9), loc, log_scale),
-            the_coder.encode(np.arange(9), *padded),
-        ):
-            np.testing.assert_allclose(short, long, rtol=1e-6, atol=1e-6)
+        short = the_coder.encode(np.arange(9), loc, log_scale)
+        long = the_coder.encode(np.arange(9), *padded)
+        np.testing.assert_array_equal(short.indices, long.indices)
+        np.testing.assert_array_equal(short.log_weight, long.log_weight)
+        # From passes of two programs, which round in their own ways.
+        np.testing.assert_allclose(short.log_evidence, long.log_evidence, atol=1e-6)
 
 
 @CODEBOOKS

@@ -155,8 +155,8 @@ def permutation(
         keys &= np.uint64(_MASK)
         return keys.view(np.int64)
     # 16 bits at a time NumPy has a radix sort, for rows that fill its tables and fit in
-    # caches. It is no surprise on any processor: the sort above takes a quarter of its
-    # time on Zen 5, but two to four times as long on Zen 4.
+    # caches. Its time varies less between processors: the sort above takes a quarter of
+    # it on Zen 5, but two to four times as long on Zen 4.
     low = np.argsort(word.astype(np.uint16), axis=-1, kind="stable")
     high = (word >> np.uint32(16)).astype(np.uint16)
     high = np.take_along_axis(high, low, axis=-1)
