@@ -215,7 +215,8 @@ def generate() -> dict:
     @tf.function(jit_compile=True, autograph=False)
     def part(key, stream, first):
         def some(start):
-            calls = coder._calls(start, chunk, shape[1], stream, 0, key)
+            index = tf.cast(start + tf.range(chunk), tf.uint32)
+            calls = coder._calls(key, 0, stream, index, shape[1] // codebook.PER_CALL)
             return tf.map_fn(
                 coder._table_normals,
                 calls,

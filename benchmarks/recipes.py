@@ -137,6 +137,18 @@ VARIANTS = {
         for name in ("quick", "four times the steps")
     },
     "quick: learning rate constant": {"decay": "constant", "steps": LENGTHS["quick"]},
+    # As many images as in the preset.
+    **{
+        f"quick: batches of 32{shifted}": {
+            "batch_size": 32,
+            "steps": LENGTHS["twice the steps"],
+            **max_shift,
+        }
+        for shifted, max_shift in (
+            ("", {}),
+            (", images shifted by 1", {"max_shift": 1}),
+        )
+    },
     **{
         f"images shifted by {pixels}, {name}": {
             "max_shift": pixels,

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from support import HOST
 
 from tfmiracle import codebook, coder, philox
@@ -93,16 +96,12 @@ def test_philox_gives_the_words_of_numpy(run):
 
 @RUNS
 def test_candidates_are_those_of_the_decoder(run):
-    def candidates(first, stream, domain, key):
-        words = coder._calls(first, 64, 24, stream, domain, key)
-        return tf.stack(coder._table_normals(words))
+    def candidates(*address):
+        return tf.stack(coder._table_normals(coder._calls(*address, 3)))
 
-    z = run(
-        candidates,
-        tf.constant(4096),
-        *(tf.constant(x, tf.uint32) for x in (2**32 - 5, Domain.CODEBOOK)),
-        tf.constant(philox.split_seed(SEED), tf.uint32),
-    ).numpy()
+    key, index = philox.split_seed(SEED), np.arange(4096, 4160)
+    address = (key, Domain.CODEBOOK, 2**32 - 5, index)
+    z = run(candidates, *(tf.constant(x, tf.uint32) for x in address)).numpy()
     z = z.transpose(2, 1, 0).reshape(64, 24)
     blocks, indices = np.full(64, 2**32 - 5), np.arange(4096, 4160)
     expected = codebook.candidates(SEED, blocks, indices, 24, shared=False)
@@ -151,14 +150,58 @@ def test_a_forked_process_has_threads_of_its_own():
 def test_shared_blocks_are_scored_together():
     """Or the tests of the shared codebook miss the matrix products."""
     the_coder = MinimalRandomCoder(BITS, SEED, "shared")
-    loc, log_scale = posterior(135, 7)
+    loc, log_scale = posterior(519, 7)
     log_scale[5] = -9
-    sizes = [len(batch) for batch in the_coder._batches(loc, log_scale)]
-    assert sizes == [128] + 7 * [1]
-    rows = np.concatenate(the_coder._batches(loc, log_scale))
-    assert sorted(rows) == list(range(135))
-    own = MinimalRandomCoder(BITS, SEED)
-    assert [len(batch) for batch in own._batches(loc, log_scale)] == 135 * [1]
+
+    def sizes(the_coder):
+        batches = the_coder._batches(loc, log_scale)
+        assert sorted(np.concatenate(batches)) == list(range(519))
+        return [len(batch) for batch in batches]
+
+    assert sizes(the_coder) == [512] + 7 * [1]
+    assert sizes(MinimalRandomCoder(28, SEED, "shared")) == 8 * [64] + 7 * [1]
+    assert sizes(MinimalRandomCoder(BITS, SEED)) == 519 * [1]
+
+
+def test_blocks_of_more_than_one_product(monkeypatch):
+    """And of padded ones, on a number of cores that is no power of two."""
+    monkeypatch.setattr(coder, "usable_cores", lambda: 3)
+    monkeypatch.setattr(coder, "_PRODUCT_MAX", 96)
+    the_coder = MinimalRandomCoder(BITS, SEED, "shared")
+    loc, log_scale = posterior(200, 7)
+    together = the_coder.encode(np.arange(200), loc, log_scale)
+    for block in (0, 95, 96, 191, 192, 199):
+        weights = log_weights(the_coder, block, loc[block], log_scale[block])
+        assert together.indices[block] == reference_choice(the_coder, block, weights)
+        evidence = log_mean(weights)
+        assert together.log_evidence[block] == pytest.approx(evidence, abs=1e-5)
+
+
+@RUNS
+def test_exponentials(run):
+    x = np.concatenate([np.linspace(-87.3, 0, 100001), [-1e3, -3e38]], dtype=np.float32)
+    y = run(coder._exp, tf.constant(x)).numpy().astype(np.float64)
+    exact = np.exp(x.astype(np.float64))[:-2]
+    assert (np.abs(y[:-2] - exact) <= (3e-7 - 1e-7 * x[:-2]) * exact).all()
+    np.testing.assert_array_equal(y[-3:], [1, 2**-126, 2**-126])
+
+
+@given(
+    weights=arrays(
+        np.float32,
+        st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 64, 128, 4096])),
+        elements=st.one_of(st.just(-np.inf), st.floats(-200, 200, width=32)),
+    ),
+    uniform=st.one_of(st.sampled_from([0.0, 1 - 2**-53]), st.floats(0, 1 - 2**-53)),
+)
+def test_inverse_cdf(weights, uniform):
+    weights[:, -1] = np.maximum(weights[:, -1], 0)
+    found = coder._inverse_cdf(weights, np.full(len(weights), uniform))
+    for row, index in zip(weights.astype(np.float64), found):
+        row = np.exp(row - row.max())
+        below, share = row[:index].sum() / row.sum(), row[index] / row.sum()
+        assert share > 0
+        assert below - 1e-6 <= uniform <= below + share + 1e-6
 
 
 def test_sample_follows_the_weights_and_the_posterior():
@@ -295,10 +338,15 @@ def test_seeds_and_blocks_matter():
 def test_nothing_is_compiled_again(monkeypatch):
     monkeypatch.setattr(coder, "usable_cores", lambda: 1)
     loc, log_scale = posterior(1, 7)
+    passes = [
+        coder._direct_pass(1 << BITS, coder.leaf_size(BITS)),
+        coder._leaf_pass(coder.leaf_size(BITS)),
+    ]
+    traced = []
     for seed, block in [(1, 2), (3, 4)]:
         MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
-    direct = coder._direct_pass(1 << BITS, coder.leaf_size(BITS), 7)
-    assert direct.experimental_get_tracing_count() == 1
+        traced.append([p.experimental_get_tracing_count() for p in passes])
+    assert traced[0] == traced[1] != [0, 0]
 
 
 @pytest.mark.parametrize("make_pass", [coder._direct_pass, coder._product_pass])
@@ -315,7 +363,7 @@ def test_memory_does_not_grow_with_the_codebook(make_pass):
 
     def largest(bits):
         leaf = coder.leaf_size(bits)
-        run = make_pass.__wrapped__(1 << bits, leaf, 20)
+        run = make_pass.__wrapped__(1 << bits, leaf)
         program = run.experimental_get_compiler_ir(*inputs)(stage="hlo")
         assert not re.search(HOST, program)
         shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", program)

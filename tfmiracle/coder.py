@@ -7,8 +7,8 @@ learning", ICLR 2019), or takes the candidate of largest weight.
 
 The K weights are never held together. A compiled pass over the codebook keeps two
 numbers for each leaf, some hundred consecutive candidates: the mean of their weights
-and the largest. NumPy chooses a leaf from these, computes its candidates as the decoder
-does, weighs them in float64 and chooses one.
+and the largest. From these NumPy chooses a leaf, and from its candidates, weighed in
+float64, one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tfmiracle.codebook import (
     candidates,
     check_code,
     normal_quantiles,
-    normals,
     symmetry,
 )
 from tfmiracle.philox import Domain
@@ -38,8 +37,10 @@ SELECTIONS = ("sample", "largest_weight")
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
 
 _LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
-_PRODUCT_BLOCKS = (64, 128)  # scored by one matrix product, padded to one of these
-_PRODUCT_MIN = 8  # blocks from which that is faster than one after the other
+_STEP = 64  # Several blocks are padded to a multiple of this: XLA compiles few shapes.
+_PRODUCT_MIN = 8  # blocks from which a matrix product is faster than one by one
+_PRODUCT_MAX = 512  # blocks of a product, if they have no more than
+_MAX_LEAVES = 1 << 22  # in all
 _PRODUCT_CONDITION = 1 << 14  # see _condition; keeps log weights to about 1e-3 nats
 
 
@@ -137,9 +138,9 @@ class MinimalRandomCoder:
             means, maxima = self._leaves(
                 blocks[rows], loc[rows], log_scale[rows], parts, map
             )
-            # Some at a time, whose numbers stay in the cache of a core.
-            numbers = leaf_size(self.block_bits) * loc.shape[1] + means.shape[1]
-            some = max(1, (1 << 18) // numbers)
+            # Some at a time, whose candidates stay in the cache of a core.
+            numbers = leaf_size(self.block_bits) * loc.shape[1]
+            some = _STEP if numbers <= 1 << 14 else 1
 
             def choose(start: int) -> None:
                 part = slice(start, start + some)
@@ -152,16 +153,20 @@ class MinimalRandomCoder:
 
             list(map(choose, range(0, len(rows), some)))
 
-        # XLA runs the loops of a pass on one core. Several batches run side by side;
-        # if there are too few of them, each scans parts of the codebook side by side.
+        # XLA runs the loops of a pass on one core. So parts of the codebook are scanned
+        # side by side, or blocks that are alone, if there are enough of them.
         workers = 1 if _on_gpu() else usable_cores()
         pool = _pool(workers)
-        if len(batches) < workers:
-            parts = 1 << min(workers.bit_length() - 1, max(0, self.block_bits - 14))
-            for rows in batches:
-                encode_batch(rows, parts, pool.map)
-        else:
-            list(pool.map(lambda rows: encode_batch(rows, 1, map), batches))
+        parts = 1 << workers.bit_length() - 1
+        if parts < workers:
+            parts *= 8  # which the cores can share more evenly
+        parts = min(parts, 1 << max(0, self.block_bits - 14))
+        alone = [rows for rows in batches if len(rows) == 1]
+        if len(alone) >= workers:
+            list(pool.map(lambda rows: encode_batch(rows, 1, map), alone))
+            batches = [rows for rows in batches if len(rows) > 1]
+        for rows in batches:
+            encode_batch(rows, parts, pool.map)
         return result
 
     def decode(
@@ -184,11 +189,13 @@ class MinimalRandomCoder:
         shared = self.codebook == "shared"
         return candidates(self.seed, blocks, indices, block_size, shared)
 
-    def _address(self, blocks: np.ndarray) -> tuple[Domain, np.ndarray]:
-        """Returns the domain and the streams of the blocks' candidates."""
+    def _address(self, blocks: np.ndarray) -> list[tf.Tensor]:
+        """Returns the key, and domain and stream of the blocks' candidates, uint32."""
+        domain, streams = Domain.CODEBOOK, blocks
         if self.codebook == "shared":
-            return Domain.SHARED_CODEBOOK, np.zeros_like(blocks)
-        return Domain.CODEBOOK, blocks
+            domain, streams = Domain.SHARED_CODEBOOK, np.zeros_like(blocks)
+        address = (philox.split_seed(self.seed), domain, streams)
+        return [tf.constant(x, tf.uint32) for x in address]
 
     def _batches(self, loc: np.ndarray, log_scale: np.ndarray) -> list[np.ndarray]:
         """Returns the rows to encode together: one, or some for a matrix product."""
@@ -197,8 +204,10 @@ class MinimalRandomCoder:
         # A GPU may round products to TensorFloat-32, and does well without them.
         if self.codebook == "shared" and not _on_gpu():
             rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
-            for start in range(0, len(rows), _PRODUCT_BLOCKS[-1]):
-                batch = rows[start : start + _PRODUCT_BLOCKS[-1]]
+            leaves = (1 << self.block_bits) // leaf_size(self.block_bits)
+            most = min(_PRODUCT_MAX, _MAX_LEAVES // leaves)
+            for start in range(0, len(rows), most):
+                batch = rows[start : start + most]
                 if len(batch) >= _PRODUCT_MIN:
                     batches.append(batch)
                     alone[batch] = False
@@ -216,16 +225,10 @@ class MinimalRandomCoder:
 
         The codebook is scanned in `parts`, a power of two, by `map`.
         """
-        domain, streams = self._address(blocks)
-        # A product takes one of few numbers of blocks: for each, XLA compiles anew.
-        count = next(n for n in (1, *_PRODUCT_BLOCKS) if n >= len(blocks))
-        loc, log_scale = (
-            np.pad(x.astype(np.float64), [(0, count - len(blocks)), (0, 0)])
-            for x in (loc, log_scale)
-        )
+        loc, log_scale = (x.astype(np.float64) for x in _padded(loc, log_scale))
         precision = np.exp(-2 * log_scale)
         log_volume = log_scale.sum(1)
-        if len(blocks) == 1:
+        if len(loc) == 1:
             make = _direct_pass
             inputs = (loc[0], np.exp(-log_scale[0]), log_volume[0])
         else:
@@ -235,13 +238,12 @@ class MinimalRandomCoder:
                 np.hstack([0.5 * (1 - precision), loc * precision, constant[:, None]]),
             )
         size = (1 << self.block_bits) // parts
-        scan = make(size, leaf_size(self.block_bits), loc.shape[1])
-        key = tf.constant(philox.split_seed(self.seed), tf.uint32)
-        stream, domain = (tf.constant(x, tf.uint32) for x in (streams[0], domain))
+        scan = make(size, leaf_size(self.block_bits))
+        address = self._address(blocks[0])
         inputs = [tf.constant(x, tf.float32) for x in inputs]
 
         def scan_part(first):
-            return [x.numpy() for x in scan(key, stream, domain, first, *inputs)]
+            return [x.numpy() for x in scan(*address, first, *inputs)]
 
         firsts = [tf.constant(size * part) for part in range(parts)]
         means, maxima = zip(*map(scan_part, firsts))
@@ -257,21 +259,30 @@ class MinimalRandomCoder:
         maxima: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns index, log weight and log evidence of each block, `[B]` each."""
-        loc, log_scale, means = (x.astype(np.float64) for x in (loc, log_scale, means))
-        uniforms = _uniforms(self.seed, blocks)
-        size, row = leaf_size(self.block_bits), np.arange(len(blocks))
+        uniforms, row = _uniforms(self.seed, blocks), np.arange(len(blocks))
         leaf = self._select(means, maxima, uniforms[:, 0])
-        indices = (size * leaf[:, np.newaxis] + np.arange(size)).astype(np.uint32)
-        domain, streams = self._address(np.repeat(blocks, size))
-        z = normals(self.seed, domain, streams, indices.reshape(-1), loc.shape[1])
-        z = z.astype(np.float64).reshape(*indices.shape, -1)
-        t = (z - loc[:, np.newaxis]) * np.exp(-log_scale)[:, np.newaxis]
-        weights = 0.5 * ((z - t) * (z + t)).sum(2) - log_scale.sum(1, keepdims=True)
-        weights = np.maximum(weights, _LOWEST)
+        weights = self._weigh_leaf(blocks, leaf, loc, log_scale)
         chosen = self._select(weights, weights, uniforms[:, 1])
         top = means.max(1)
-        log_evidence = top + np.log(np.exp(means - top[:, np.newaxis]).mean(1))
-        return indices[row, chosen], weights[row, chosen], log_evidence
+        share = np.exp(means - top[:, np.newaxis]).mean(1, dtype=np.float64)
+        indices = leaf * weights.shape[1] + chosen
+        return indices, weights[row, chosen], top + np.log(share)
+
+    def _weigh_leaf(
+        self,
+        blocks: np.ndarray,
+        leaf: np.ndarray,
+        loc: np.ndarray,
+        log_scale: np.ndarray,
+    ) -> np.ndarray:
+        """Returns the log weights in a leaf for each block, float64 `[B, leaf]`."""
+        count, size = len(blocks), leaf_size(self.block_bits)
+        blocks, leaf, loc, log_scale = _padded(blocks, leaf, loc, log_scale)
+        loc, log_scale = loc.astype(np.float64), log_scale.astype(np.float64)
+        first = tf.constant(size * leaf, tf.uint32)
+        inputs = (loc, np.exp(-log_scale), log_scale.sum(1))
+        inputs = [tf.constant(x, tf.float64) for x in inputs]
+        return _leaf_pass(size)(*self._address(blocks), first, *inputs).numpy()[:count]
 
     def _select(
         self, means: np.ndarray, maxima: np.ndarray, uniforms: np.ndarray
@@ -339,17 +350,36 @@ def _uniforms(seed: int, blocks: np.ndarray) -> np.ndarray:
     return ((high | low) >> np.uint64(11)) * 2.0**-53
 
 
+def _padded(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Returns arrays of one row, or with zeros after the last of several rows."""
+    count = len(arrays[0])
+    missing = -count % _STEP if count > 1 else 0
+    shapes = ([(0, missing)] + [(0, 0)] * (x.ndim - 1) for x in arrays)
+    return [np.pad(x, shape) for x, shape in zip(arrays, shapes)] if missing else arrays
+
+
 def _inverse_cdf(log_weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     """Returns for each row the first index whose cumulative weight is above its share.
 
     Args:
-      log_weights: float64 `[B, N]`, in nats.
+      log_weights: float `[B, N]`, in nats, N a power of two.
       uniforms: float64 `[B]`, in [0, 1).
     """
-    top = log_weights.max(1, keepdims=True)
-    cumulative = np.cumsum(np.exp(log_weights - top), axis=1)
-    share = uniforms * cumulative[:, -1]
-    return (cumulative <= share[:, np.newaxis]).sum(1)
+    row = np.arange(len(log_weights))
+    weights = np.exp(log_weights - log_weights.max(1, keepdims=True))
+    # Groups first, since all cumulative weights would take longer than exp.
+    groups = weights.reshape(len(row), -1, min(64, weights.shape[1]))
+
+    def find(weights, share):
+        cumulative = np.cumsum(weights, axis=1)
+        share = np.clip(share, 0, np.nextafter(cumulative[:, -1], 0))  # if rounded
+        index = (cumulative <= share[:, np.newaxis]).sum(1)
+        return index, share - (cumulative[row, index] - weights[row, index])
+
+    sums = groups.sum(2, dtype=np.float64)
+    group, share = find(sums, uniforms * sums.sum(1))
+    within, _ = find(groups[row, group].astype(np.float64), share)
+    return group * groups.shape[2] + within
 
 
 def _on_gpu() -> bool:
@@ -380,10 +410,10 @@ def usable_cores() -> int:
 
 
 @functools.cache
-def _direct_pass(size: int, leaf: int, block_size: int) -> Callable:
+def _direct_pass(size: int, leaf: int) -> Callable:
     """Returns the pass over `size` candidates for one block, whatever its Q.
 
-    Its arguments are the key, uint32 `[2]`, stream and domain, uint32 `[]`, the first
+    Its arguments are the key, uint32 `[2]`, domain and stream, uint32 `[]`, the first
     candidate, int32 `[]`, then float32: loc `[D]`, 1 / scale `[D]` and the sum of
     log_scale `[]`.
     It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
@@ -393,30 +423,10 @@ def _direct_pass(size: int, leaf: int, block_size: int) -> Callable:
     chunk, step = min(chunk, size), min(step, size)
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, stream, domain, first, loc, inverse_scale, log_volume):
-        whole, rest = divmod(block_size, PER_CALL)
-        locs, inverse_scales = (
-            tf.reshape(x[: whole * PER_CALL], [whole, PER_CALL])
-            for x in (loc, inverse_scale)
-        )
-
-        def add(total, dims):
-            words, loc, inverse_scale = dims
-            for z, m, s in zip(
-                _table_normals(words), tf.unstack(loc), tf.unstack(inverse_scale)
-            ):
-                t = (z - m) * s
-                total += (z - t) * (z + t)  # without cancellation, 0 for padding
-            return total
-
+    def run(key, domain, stream, first, *posterior):
         def log_weights(first):
-            words = _calls(first, step, block_size, stream, domain, key)
-            total = tf.zeros([step])
-            if whole:
-                total = tf.foldl(add, (words[:whole], locs, inverse_scales), total)
-            if rest:
-                total = add(total, (words[-1], loc[-rest:], inverse_scale[-rest:]))
-            return tf.maximum(0.5 * total - log_volume, _LOWEST)
+            index = tf.cast(first + tf.range(step), tf.uint32)
+            return _log_weights(key, domain, stream, index, *posterior)
 
         def reduce_chunk(first):
             steps = first + tf.range(0, chunk, step)
@@ -429,21 +439,78 @@ def _direct_pass(size: int, leaf: int, block_size: int) -> Callable:
 
 
 @functools.cache
-def _product_pass(size: int, leaf: int, block_size: int) -> Callable:
+def _leaf_pass(leaf: int) -> Callable:
+    """Returns the weighing of a leaf of each of B blocks.
+
+    Its arguments are the key, uint32 `[2]`, the domain, uint32 `[]`, streams and first
+    candidates, uint32 `[B]`, then float64: loc `[B, D]`, 1 / scale `[B, D]` and the
+    sums of log_scale `[B]`. It returns the log weights, `[B, leaf]`.
+    """
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run(key, domain, streams, first, *posterior):
+        index = first[:, tf.newaxis] + tf.cast(tf.range(leaf), tf.uint32)
+        return _log_weights(key, domain, streams[:, tf.newaxis], index, *posterior)
+
+    return run
+
+
+def _log_weights(key, domain, stream, index, loc, inverse_scale, log_volume):
+    """Returns the log weights of candidates, `[..., N]`.
+
+    Args:
+      key, domain, stream, index: of the candidates, see `_calls`.
+      loc, inverse_scale: of Q, `[..., D]`, of the type of the result.
+      log_volume: sum of log_scale, `[...]`.
+    """
+    # Dimensions first, eight for each call of Philox.
+    whole, rest = divmod(loc.shape[-1], PER_CALL)
+    loc, inverse_scale = (
+        tf.transpose(x)[..., tf.newaxis] for x in (loc, inverse_scale)
+    )
+    by_call = [
+        tf.reshape(x[: whole * PER_CALL], [whole, PER_CALL, *x.shape[1:]])
+        for x in (loc, inverse_scale)
+    ]
+
+    def add(total, dims):
+        words, loc, inverse_scale = dims
+        for z, m, s in zip(
+            _table_normals(words), tf.unstack(loc), tf.unstack(inverse_scale)
+        ):
+            z = tf.cast(z, total.dtype)
+            t = (z - m) * s
+            total += (z - t) * (z + t)  # without cancellation, 0 for padding
+        return total
+
+    words = _calls(key, domain, stream, index, whole + bool(rest))
+    total = tf.zeros(index.shape, loc.dtype)
+    if whole:
+        total = tf.foldl(add, (words[:whole], *by_call), total)
+    if rest:
+        total = add(total, (words[-1], loc[-rest:], inverse_scale[-rest:]))
+    return tf.maximum(0.5 * total - log_volume[..., tf.newaxis], _LOWEST)
+
+
+@functools.cache
+def _product_pass(size: int, leaf: int) -> Callable:
     """Returns the pass over `size` candidates for B blocks that share them.
 
     Its arguments are those of `_direct_pass` up to the first candidate, then the
     coefficients of z**2, z and 1 in the log weights, float32 `[B, 2 * D + 1]`. It
     returns log mean and log maximum of the weights in each leaf, `[B, leaves]`.
     """
-    chunk = min(1 << 12, size)
+    chunk = min(max(1 << 11, leaf), size)
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, stream, domain, first, coefficients):
+    def run(key, domain, stream, first, coefficients):
+        block_size = coefficients.shape[1] // 2
+
         def reduce_chunk(first):
+            index = tf.cast(first + tf.range(chunk), tf.uint32)
             z = tf.map_fn(
                 _table_normals,
-                _calls(first, chunk, block_size, stream, domain, key),
+                _calls(key, domain, stream, index, -(-block_size // PER_CALL)),
                 fn_output_signature=[tf.float32] * PER_CALL,
             )
             z = tf.reshape(tf.stack(z, axis=1), [-1, chunk])[:block_size]
@@ -469,17 +536,37 @@ def _for_each_chunk(reduce_chunk, first, size, chunk):
 
 def _reduce_leaves(x, leaf):
     """Returns log mean and maximum of exp(x) in each leaf of x `[B, candidates]`."""
-    x = tf.reshape(x, [x.shape[0], -1, leaf])
-    top = tf.reduce_max(x, -1)
-    return top + tf.math.log(tf.reduce_mean(tf.exp(x - top[..., tf.newaxis]), -1)), top
+    # XLA stores what a reduction reads, but adds up a few slices on the way.
+    slices = tf.split(tf.reshape(x, [x.shape[0], -1, leaf]), min(4, leaf), axis=-1)
+    top = tf.reduce_max(functools.reduce(tf.maximum, slices), -1, keepdims=True)
+    mean = tf.reduce_sum(tf.add_n([_exp(part - top) for part in slices]), -1) / leaf
+    return top[..., 0] + tf.math.log(mean), top[..., 0]
 
 
-def _calls(first, count, block_size, stream, domain, key):
-    """Returns Philox of `count` candidates, complex128 `[ceil(D / 8), count]`."""
-    index = tf.cast(first + tf.range(count), tf.uint32)
+def _exp(x):
+    """Returns exp(x) for x <= 0, in float32, in half the time of XLA's own.
+
+    Relative errors are below 3e-7 + 1e-7 * |x|. What is below 2**-126 becomes that.
+    """
+    x = tf.maximum(x * 1.442695040888963, -126.0)
+    whole = tf.round(x)
+    x -= whole
+    power = tf.constant(0.00132647273)  # 2**x by a polynomial, exact at 0
+    for c in (0.00967151299, 0.0555073358, 0.240222424, 0.693147004, 1.0):
+        power = power * x + c
+    # Times 2**whole: added to 1.5 * 2**23, an integer stands in the low bits.
+    exponent = tf.bitwise.left_shift(tf.bitcast(whole + 12582912.0, tf.int32), 23)
+    return tf.bitcast(tf.bitcast(power, tf.int32) + exponent, tf.float32)
+
+
+def _calls(key, domain, stream, index, count):
+    """Returns the first `count` calls of Philox for candidates, uint32 `[..., N]`.
+
+    Complex128 `[count, ..., N]`, see `_philox`. The stream broadcasts with the index.
+    """
     return tf.map_fn(
         lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),
-        tf.range(-(-block_size // PER_CALL)),
+        tf.range(count),
         fn_output_signature=tf.complex128,
     )
 
