@@ -177,7 +177,7 @@ def encode_many(block_size: int) -> dict:
     TFP has one codebook for each block, plain TensorFlow one for 16 blocks, since
     its memory grows with their number.
     """
-    blocks = 64 * CORES
+    blocks = 512
     loc, log_scale = gaussians(blocks, block_size)
     ours = coder.MinimalRandomCoder(BITS, SEED, "shared", "sample")
     numbers = itertools.count()

@@ -537,7 +537,7 @@ def _for_each_chunk(reduce_chunk, first, size, chunk):
 def _reduce_leaves(x, leaf):
     """Returns log mean and maximum of exp(x) in each leaf of x `[B, candidates]`."""
     # XLA stores what a reduction reads, but adds up a few slices on the way.
-    slices = tf.split(tf.reshape(x, [x.shape[0], -1, leaf]), min(4, leaf), axis=-1)
+    slices = tf.split(tf.reshape(x, [x.shape[0], -1, leaf]), min(8, leaf), axis=-1)
     top = tf.reduce_max(functools.reduce(tf.maximum, slices), -1, keepdims=True)
     mean = tf.reduce_sum(tf.add_n([_exp(part - top) for part in slices]), -1) / leaf
     return top[..., 0] + tf.math.log(mean), top[..., 0]
