@@ -150,7 +150,7 @@ def log_variance_rate(s: tf.Tensor) -> tf.Tensor:
     q = _horner(near, numerator)
     if denominator:
         q /= _horner(near, denominator)
-    return s + tf.exp(-0.5 * near * near) * q
+    return s + tf.exp(-0.5 * s * near) * q
 
 
 def log_scale_ratio_pade(s: TensorLike) -> tf.Tensor:
