@@ -29,6 +29,7 @@ from tfmiracle.codebook import (
     candidates,
     check_code,
     normal_quantiles,
+    normals,
     symmetry,
 )
 from tfmiracle.philox import Domain
@@ -138,9 +139,9 @@ class MinimalRandomCoder:
             means, maxima = self._leaves(
                 blocks[rows], loc[rows], log_scale[rows], parts, map
             )
-            # Some at a time, whose candidates stay in the cache of a core.
+            # Some at a time, if their leaves have not too many numbers.
             numbers = leaf_size(self.block_bits) * loc.shape[1]
-            some = _STEP if numbers <= 1 << 14 else 1
+            some = _STEP if numbers <= 1 << 17 else 1
 
             def choose(start: int) -> None:
                 part = slice(start, start + some)
@@ -189,13 +190,11 @@ class MinimalRandomCoder:
         shared = self.codebook == "shared"
         return candidates(self.seed, blocks, indices, block_size, shared)
 
-    def _address(self, blocks: np.ndarray) -> list[tf.Tensor]:
-        """Returns the key, and domain and stream of the blocks' candidates, uint32."""
-        domain, streams = Domain.CODEBOOK, blocks
-        if self.codebook == "shared":
-            domain, streams = Domain.SHARED_CODEBOOK, np.zeros_like(blocks)
-        address = (philox.split_seed(self.seed), domain, streams)
-        return [tf.constant(x, tf.uint32) for x in address]
+    def _address(self, block: int) -> tuple[tuple[int, int], int, int]:
+        """Returns the key, and domain and stream of a block's candidates."""
+        shared = self.codebook == "shared"
+        domain = Domain.SHARED_CODEBOOK if shared else Domain.CODEBOOK
+        return philox.split_seed(self.seed), domain, 0 if shared else block
 
     def _batches(self, loc: np.ndarray, log_scale: np.ndarray) -> list[np.ndarray]:
         """Returns the rows to encode together: one, or some for a matrix product."""
@@ -239,7 +238,7 @@ class MinimalRandomCoder:
             )
         size = (1 << self.block_bits) // parts
         scan = make(size, leaf_size(self.block_bits))
-        address = self._address(blocks[0])
+        address = [tf.constant(x, tf.uint32) for x in self._address(blocks[0])]
         inputs = [tf.constant(x, tf.float32) for x in inputs]
 
         def scan_part(first):
@@ -277,12 +276,22 @@ class MinimalRandomCoder:
     ) -> np.ndarray:
         """Returns the log weights in a leaf for each block, float64 `[B, leaf]`."""
         count, size = len(blocks), leaf_size(self.block_bits)
-        blocks, leaf, loc, log_scale = _padded(blocks, leaf, loc, log_scale)
         loc, log_scale = loc.astype(np.float64), log_scale.astype(np.float64)
+        key, domain, stream = self._address(blocks[0])
+        if count == 1:  # sooner done than XLA called
+            index = (size * leaf + np.arange(size)).astype(np.uint32)
+            streams = np.full_like(index, stream)
+            z = normals(self.seed, domain, streams, index, loc.shape[1])
+            z = z.astype(np.float64)
+            t = (z - loc) * np.exp(-log_scale)
+            weights = 0.5 * ((z - t) * (z + t)).sum(1) - log_scale.sum()
+            return np.maximum(weights, _LOWEST)[np.newaxis]
+        leaf, loc, log_scale = _padded(leaf, loc, log_scale)
+        address = [tf.constant(x, tf.uint32) for x in (key, domain, stream)]
         first = tf.constant(size * leaf, tf.uint32)
         inputs = (loc, np.exp(-log_scale), log_scale.sum(1))
         inputs = [tf.constant(x, tf.float64) for x in inputs]
-        return _leaf_pass(size)(*self._address(blocks), first, *inputs).numpy()[:count]
+        return _leaf_pass(size)(*address, first, *inputs).numpy()[:count]
 
     def _select(
         self, means: np.ndarray, maxima: np.ndarray, uniforms: np.ndarray
@@ -440,17 +449,17 @@ def _direct_pass(size: int, leaf: int) -> Callable:
 
 @functools.cache
 def _leaf_pass(leaf: int) -> Callable:
-    """Returns the weighing of a leaf of each of B blocks.
+    """Returns the weighing of a leaf for each of B blocks that share the codebook.
 
-    Its arguments are the key, uint32 `[2]`, the domain, uint32 `[]`, streams and first
+    Its arguments are the key, uint32 `[2]`, domain and stream, uint32 `[]`, the first
     candidates, uint32 `[B]`, then float64: loc `[B, D]`, 1 / scale `[B, D]` and the
     sums of log_scale `[B]`. It returns the log weights, `[B, leaf]`.
     """
 
     @tf.function(jit_compile=True, autograph=False)
-    def run(key, domain, streams, first, *posterior):
+    def run(key, domain, stream, first, *posterior):
         index = first[:, tf.newaxis] + tf.cast(tf.range(leaf), tf.uint32)
-        return _log_weights(key, domain, streams[:, tf.newaxis], index, *posterior)
+        return _log_weights(key, domain, stream, index, *posterior)
 
     return run
 
@@ -562,7 +571,7 @@ def _exp(x):
 def _calls(key, domain, stream, index, count):
     """Returns the first `count` calls of Philox for candidates, uint32 `[..., N]`.
 
-    Complex128 `[count, ..., N]`, see `_philox`. The stream broadcasts with the index.
+    Complex128 `[count, ..., N]`, see `_philox`.
     """
     return tf.map_fn(
         lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),
