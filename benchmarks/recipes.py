@@ -130,6 +130,8 @@ CHOICES = {
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
     "blocks of 24 weights, 24 bits": {"block_size": 24, "block_bits": 24},
 }
+# As many images as in the preset.
+_BATCHES_OF_32 = {"batch_size": 32, "steps": LENGTHS["twice the steps"]}
 VARIANTS = {
     **{name: {"steps": steps} for name, steps in LENGTHS.items()},
     **{
@@ -137,18 +139,8 @@ VARIANTS = {
         for name in ("quick", "four times the steps")
     },
     "quick: learning rate constant": {"decay": "constant", "steps": LENGTHS["quick"]},
-    # As many images as in the preset.
-    **{
-        f"quick: batches of 32{shifted}": {
-            "batch_size": 32,
-            "steps": LENGTHS["twice the steps"],
-            **max_shift,
-        }
-        for shifted, max_shift in (
-            ("", {}),
-            (", images shifted by 1", {"max_shift": 1}),
-        )
-    },
+    "quick: batches of 32": _BATCHES_OF_32,
+    "quick: batches of 32, images shifted by 1": {**_BATCHES_OF_32, "max_shift": 1},
     **{
         f"images shifted by {pixels}, {name}": {
             "max_shift": pixels,
