@@ -7,6 +7,7 @@ is `tfmiracle compress FLAGS...` with one thing done differently.
 
 import sys
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,6 +16,7 @@ from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.coder import EncodedBlocks, MinimalRandomCoder
 from tfmiracle.layout import WeightLayout
 from tfmiracle.models import VariationalModel
+from tfmiracle.posterior import BlockPosterior
 
 CANDIDATES = 4
 JUDGES = 1000  # training images
@@ -31,6 +33,59 @@ def two_samples():
         return tf.concat([whole(self, half, training) for half in halves], 0)
 
     VariationalModel.call = call
+
+
+def flipout():
+    """Each image has random signs of its own for the noise of unhashed kernels.
+
+    Wen et al. 2018. Entries that share a weight have to share its noise as well, so
+    that this is not possible for hashed kernels.
+    """
+    whole, draw = VariationalModel.call, BlockPosterior.values
+    seeds = keras.random.SeedGenerator(0)
+    unhashed, drawn = [], {}
+
+    def call(self, inputs, training=None):
+        if training:
+            variables = zip(self.coded_variables, self.block_posterior.layout.variables)
+            unhashed[:] = [
+                id(v) if v.path.endswith("kernel") and coded.hash_factor == 1 else None
+                for v, coded in variables
+            ]
+        try:
+            return whole(self, inputs, training)
+        finally:
+            unhashed.clear()
+            drawn.clear()
+
+    def values(self, sample=False):
+        found = draw(self, sample)
+        if unhashed and sample:
+            for name, mean, value in zip(unhashed, draw(self), found, strict=True):
+                drawn[name] = mean, value - mean
+        return found
+
+    def signs(x):
+        shape = tf.concat([tf.shape(x)[:1], [1] * (len(x.shape) - 2), x.shape[-1:]], 0)
+        noise = keras.random.uniform(shape, -1, 1, dtype="float32", seed=seeds)
+        return tf.cast(tf.sign(noise), x.dtype)
+
+    def perturbed(cls, product):
+        plain = cls.call
+
+        def call(self, inputs, training=None):
+            if id(self._kernel) not in drawn:
+                return plain(self, inputs)
+            mean, noise = (tf.cast(x, inputs.dtype) for x in drawn[id(self._kernel)])
+            y = product(self, inputs * signs(inputs), noise)
+            y = product(self, inputs, mean) + y * signs(y) + self.bias
+            return self.activation(y)
+
+        cls.call = call
+
+    VariationalModel.call, BlockPosterior.values = call, values
+    perturbed(keras.layers.Dense, lambda self, x, kernel: tf.matmul(x, kernel))
+    perturbed(keras.layers.Conv2D, keras.layers.Conv2D.convolution_op)
 
 
 def largest_kl_first():
@@ -98,7 +153,8 @@ def best_on_a_batch():
 
 
 ALTERNATIVES = {
-    f.__name__: f for f in (two_samples, largest_kl_first, layer_order, best_on_a_batch)
+    f.__name__: f
+    for f in (two_samples, flipout, largest_kl_first, layer_order, best_on_a_batch)
 }
 
 

@@ -125,6 +125,7 @@ CHOICES = {
     "best of four on a batch": {"alternative": "best_on_a_batch"},
     "layer order": {"alternative": "layer_order"},
     "two weight samples a step": {"alternative": "two_samples"},
+    "Flipout where not hashed": {"alternative": "flipout"},
     "network in float32": {"dtype_policy": "float32"},
     "KL of 18 bits": {"kl_bits": 18},
     "blocks of 16 weights, 16 bits": {"block_size": 16, "block_bits": 16},
