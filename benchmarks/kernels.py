@@ -142,8 +142,8 @@ def encode_memory(bits: int) -> dict:
     return {
         "unit": "MiB",
         "ours": peak_mb() - before,
-        "peers": {"200 MiB": 200},
-        "targets": {"200 MiB": 1},
+        "peers": {"200 MB": 200e6 / 2**20},
+        "targets": {"200 MB": 1},
     }
 
 

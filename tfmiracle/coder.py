@@ -606,9 +606,16 @@ def _philox(counter, key):
     return tf.complex(*(tf.bitcast(pair, tf.float64) for pair in pairs))
 
 
+@functools.cache
+def _quantile_table() -> tf.Tensor:
+    # An argument of what is compiled. As a constant it costs the compiler 30 MiB.
+    with tf.init_scope():
+        return tf.constant(normal_quantiles())
+
+
 def _table_normals(words):
     """Returns the eight normals of each result of `_philox`, a list of float32."""
-    table = tf.constant(normal_quantiles())
+    table = _quantile_table()
     mask = tf.constant(0xFFFF, tf.uint64)
     result = []
     for part in (tf.math.real(words), tf.math.imag(words)):
