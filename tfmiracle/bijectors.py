@@ -9,7 +9,7 @@ from tensorflow_probability.python.internal import dtype_util, tensor_util
 from tfmiracle.mean_kl import (
     kl_from_standardized,
     log_scale_ratio,
-    log_variance_rate,
+    log_scale_slope,
     mean_kl_standardized,
 )
 
@@ -123,7 +123,7 @@ class MeanKL(tfb.AutoCompositeTensorBijector):
 
     def _forward_log_det_jacobian(self, x):
         # The determinant is rho^2 sqrt(v) sech(tau)^2 sqrt(2 kappa) / (1 - v), with
-        # v = exp(2 log_ratio). As 1 - v = s / rate(s) and s = 2 sqrt(kappa) sech(tau),
+        # v = exp(2 log_ratio). As 1 - v = -s / 2 / slope(s), s = 2 sqrt(kappa) sech(tau),
         # kappa cancels, and with it the singularities at kappa = 0.
         tau, kappa = self._split(x)
         log_sech = -tfp.math.log_cosh(tau)
@@ -131,9 +131,9 @@ class MeanKL(tfb.AutoCompositeTensorBijector):
         return (
             2.0 * tf.math.log(self.scale)
             + log_scale_ratio(s)
-            + tf.math.log(log_variance_rate(s))
+            + tf.math.log(-log_scale_slope(s))
             + log_sech
-            - 0.5 * math.log(2.0)
+            + 0.5 * math.log(2.0)
         )
 
     def _split(self, x):

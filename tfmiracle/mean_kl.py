@@ -37,44 +37,45 @@ __all__ = [
 
 TensorLike = tf.types.experimental.TensorLike
 
-# s / (1 - v) = s + exp(-s^2 / 2) q(s). q is smooth, from q(0) = 1 to s / e far out, and
-# the factor before it lets one fit serve the whole range, up to an s where nothing is
-# left of it beside s: in float32 a polynomial (8e-8 of s / (1 - v)) with the exact
-# q'(0) = -2/3, in float64 a rational function without poles (7e-17), both minimax.
-_RATE_FLOAT32 = (
+# d log(scale / rho) / ds = -s / (2 (1 - v)) = -s / 2 + exp(-s^2 / 2) q(s). q is smooth,
+# from q(0) = -1/2 to -s / 2e far out, and the factor before it lets one fit serve the
+# whole range, up to an s where nothing is left of it beside s: in float32 a polynomial
+# (8e-8 of the derivative) with the exact q'(0) = 1/3, in float64 a rational function
+# without poles (7e-17), both minimax.
+_SLOPE_FLOAT32 = (
     6.0,
     (
-        1.0,
-        -0.6666666865348816,
-        0.583304762840271,
-        -0.3181871473789215,
-        0.16633720695972443,
-        -0.07275818288326263,
-        0.02663605287671089,
-        -0.007629065308719873,
-        0.0014825493562966585,
-        -0.00016624524141661823,
-        8.014986633497756e-06,
+        -0.5,
+        0.3333333432674408,
+        -0.2916523814201355,
+        0.15909357368946075,
+        -0.08316860347986221,
+        0.03637909144163132,
+        -0.013318026438355446,
+        0.0038145326543599367,
+        -0.0007412746781483293,
+        8.312262070830911e-05,
+        -4.007493316748878e-06,
     ),
     None,
 )
-_RATE_FLOAT64 = (
+_SLOPE_FLOAT64 = (
     8.5,
     (
-        1.0,
-        -0.5709030307603632,
-        0.394342089609884,
-        -0.13672002021004817,
-        0.05092541814270888,
-        -0.01032387092959753,
-        0.0020095767758584932,
-        0.00012175993668331649,
-        -0.00012534264843845118,
-        6.077189269771934e-05,
-        -1.4276634414111504e-05,
-        2.988936469025746e-06,
-        -3.5704764988396716e-07,
-        3.372554620764359e-08,
+        -0.5,
+        0.2854515153801816,
+        -0.197171044804942,
+        0.06836001010502409,
+        -0.02546270907135444,
+        0.005161935464798765,
+        -0.0010047883879292466,
+        -6.0879968341658246e-05,
+        6.267132421922559e-05,
+        -3.038594634885967e-05,
+        7.138317207055752e-06,
+        -1.494468234512873e-06,
+        1.7852382494198358e-07,
+        -1.6862773103821795e-08,
     ),
     (
         1.0,
@@ -131,26 +132,30 @@ def log_scale_ratio(s: TensorLike) -> tf.Tensor:
 
     @tf.custom_gradient
     def evaluate(s):
-        rate = log_variance_rate(s)
+        slope = log_scale_slope(s)
         # -(s^2 / 2 + 1 - v) / 2, arranged so that s^2 overflows last.
         half = -0.5 * s
-        value = tf.maximum(half * (1.0 / rate - half), lowest)
-        return value, lambda dy: -0.5 * dy * rate
+        value = tf.maximum(half * (-0.5 / slope - half), lowest)
+        return value, lambda dy: dy * slope
 
     if s.dtype.size < 4:
         return tf.cast(evaluate(tf.cast(s, tf.float32)), s.dtype)
     return evaluate(s)
 
 
-def log_variance_rate(s: tf.Tensor) -> tf.Tensor:
-    """Returns `s / (1 - v) = -d log(v) / ds`, in float32 or float64; 1 at `s = 0`."""
+def log_scale_slope(s: tf.Tensor) -> tf.Tensor:
+    """Returns the derivative of `log_scale_ratio`, `-s / (2 (1 - v))`; -1/2 at `s = 0`.
+
+    In float32 or float64.
+    """
     double = s.dtype == tf.float64
-    end, numerator, denominator = _RATE_FLOAT64 if double else _RATE_FLOAT32
+    end, numerator, denominator = _SLOPE_FLOAT64 if double else _SLOPE_FLOAT32
     near = tf.minimum(s, end)
     q = _horner(near, numerator)
     if denominator:
         q /= _horner(near, denominator)
-    return s + tf.exp(-0.5 * s * near) * q
+    half = -0.5 * s
+    return half + tf.exp(half * near) * q
 
 
 def log_scale_ratio_pade(s: TensorLike) -> tf.Tensor:
