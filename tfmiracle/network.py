@@ -178,8 +178,8 @@ def plain_architecture(model: keras.Model) -> dict:
         json.dumps(architecture, allow_nan=False)
     except ValueError as error:
         raise ValueError(
-            f"The configuration of {model.name!r} cannot be written as JSON: {error}. "
-            "Its layers must not have arguments that are infinite or NaN."
+            f"The configuration of {model.name!r} cannot be written as JSON: its "
+            "layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
 
