@@ -123,8 +123,8 @@ class MeanKL(tfb.AutoCompositeTensorBijector):
 
     def _forward_log_det_jacobian(self, x):
         # The determinant is rho^2 sqrt(v) sech(tau)^2 sqrt(2 kappa) / (1 - v), with
-        # v = exp(2 log_ratio). As 1 - v = -s / 2 / slope(s), s = 2 sqrt(kappa) sech(tau),
-        # kappa cancels, and with it the singularities at kappa = 0.
+        # v = exp(2 log_ratio). As 1 - v = -s / (2 slope(s)) and s = 2 sqrt(kappa)
+        # sech(tau), kappa cancels, and with it the singularities at kappa = 0.
         tau, kappa = self._split(x)
         log_sech = -tfp.math.log_cosh(tau)
         s = 2.0 * tf.sqrt(kappa) * tf.exp(log_sech)
