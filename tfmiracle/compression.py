@@ -18,6 +18,7 @@ from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
+from tfmiracle.keras_internals import seed_generators, walk
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
@@ -363,7 +364,7 @@ def _copy(model, seed):
             "`VariationalModel.materialize` returns."
         )
     set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
-    generators = [g for layer in copy._flatten_layers() for g in layer._seed_generators]
+    generators = [g for layer in walk(copy) for g in seed_generators(layer)]
     states = np.random.SeedSequence(seed).generate_state(len(generators))
     for generator, state in zip(generators, states, strict=True):
         generator.state.assign([int(state) % 2**31, 0])

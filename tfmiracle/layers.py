@@ -11,6 +11,7 @@ import random
 
 import keras
 
+from tfmiracle.keras_internals import own_trainable_variables, track_as_not_trainable
 from tfmiracle.posterior import posterior_over
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
@@ -41,12 +42,9 @@ class VariationalLayer:
     def build(self, input_shape):
         refuse_rematerialization(self)
         super().build(input_shape)
-        self._substituted = list(self._trainable_variables)
+        self._substituted = own_trainable_variables(self)
         for variable in self._substituted:
-            # Tracked anew as not trainable, which `layer.trainable = True` respects.
-            self._untrack_variable(variable)
-            variable.trainable = False
-            self._track_variable(variable)
+            track_as_not_trainable(self, variable)
         self.block_posterior = posterior_over(
             self._substituted,
             self.PARAMETERIZATION,

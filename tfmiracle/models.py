@@ -4,6 +4,7 @@ import math
 
 import keras
 
+from tfmiracle.keras_internals import children, has_losses, walk
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.posterior import BlockPosterior, posterior_over
 from tfmiracle.rules import Treatment, treat
@@ -184,7 +185,9 @@ class VariationalModel(keras.Model):
         if all(is_substituted(v) for v in variables):
             return self.net(inputs, training=training)
         values = self.block_posterior(training=training)
-        if training and self.l2 and not self._losses:  # once a step, as the KL penalty
+        if (
+            training and self.l2 and not has_losses(self)
+        ):  # once a step, as the KL penalty
             squares = [keras.ops.sum(keras.ops.square(value)) for value in values]
             self.add_loss(self.l2 * sum(squares))
         with substitute(self, variables, values):
@@ -297,7 +300,7 @@ def plain_weights(model: keras.Model) -> list[keras.Variable]:
         return plain_weights(model.net)
     hidden = {
         id(v)
-        for layer in model._flatten_layers()
+        for layer in walk(model)
         if isinstance(layer, BlockPosterior)
         for v in layer.weights
     }
@@ -314,7 +317,7 @@ def posteriors(
     if isinstance(model, VariationalModel | VariationalLayer):
         return [(model.block_posterior, model.coded_variables)]
     found = {}
-    for layer in model._layers:
+    for layer in children(model):
         found.update((id(part[0]), part) for part in posteriors(layer))
     return list(found.values())
 

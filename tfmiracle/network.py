@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
+from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.miracle_file import (
     MAX_DESCRIPTION_BYTES,
@@ -133,7 +134,7 @@ def check_network(model: keras.Model) -> keras.Model:
             f"The configuration of {model.name!r} takes {size:,} bytes as JSON; a file "
             f"has room for {room:,}. Keep large vocabularies and constants outside."
         )
-    for layer in model._flatten_layers():
+    for layer in walk(model):
         for name, value in vars(layer).items():
             if isinstance(value, dict) and not name.startswith("_"):
                 value = [*value.values()]
@@ -266,7 +267,7 @@ def to_network(
 def set_weights(model: keras.Model, values: Sequence[np.ndarray]) -> None:
     """As `model.set_weights`, which does not reach all that layers compute with."""
     model.set_weights(values)
-    for layer in model._flatten_layers():
+    for layer in walk(model):
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
 
@@ -328,7 +329,7 @@ def _strip(config):
 def _places(model) -> dict[str, str]:
     """Names that Keras gave to layers -> the same numbered within the model."""
     automatic, taken = {}, set()
-    for layer in _walk(model):
+    for layer in walk(model):
         prefix, number = re.fullmatch(r"(.*?)(?:_([0-9]+))?", layer.name).groups()
         if prefix.replace("_", "") == type(layer).__name__.lower():
             automatic[layer.name] = prefix, int(number or 0)
@@ -340,12 +341,6 @@ def _places(model) -> dict[str, str]:
         places[name] = next(new for new in numbered if new not in taken)
         taken.add(places[name])
     return places
-
-
-def _walk(layer):
-    yield layer
-    for inner in layer._layers:
-        yield from _walk(inner)
 
 
 def _rename(config, places, within=None):
@@ -379,10 +374,7 @@ def _check_stored(model, variables):
     that has not reached the loss, as in the statistics of a BatchNormalization.
     """
     frozen = {
-        id(v)
-        for layer in model._flatten_layers()
-        if not layer.trainable
-        for v in layer.weights
+        id(v) for layer in walk(model) if not layer.trainable for v in layer.weights
     }
     for v in variables:
         if id(v) not in frozen and not np.all(np.isfinite(_storable(v, None))):

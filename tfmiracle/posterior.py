@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import codebook as codebooks
+from tfmiracle.keras_internals import has_losses
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
 
@@ -529,7 +530,7 @@ class MeanVarPosterior(BlockPosterior):
     def call(self, training: bool | None = None) -> list[tf.Tensor]:
         # Once a step, also where a layer is called several times in it: Keras forgets
         # the losses when the outermost layer is called.
-        if training and not self._losses:
+        if training and not has_losses(self):
             parameters = map(tf.convert_to_tensor, self._parameters())
             penalty, beta = self._compiled_penalty(
                 [*parameters, self._log_scale()],

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import keras
 
+from tfmiracle.keras_internals import walk
+
 
 def recalibrate(model: keras.Model, batches: Iterable) -> int:
     """Sets the statistics of all BatchNormalization to their means over batches.
@@ -23,7 +25,7 @@ def recalibrate(model: keras.Model, batches: Iterable) -> int:
     """
     layers = [
         layer
-        for layer in model._flatten_layers()
+        for layer in walk(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]
     if not layers:

@@ -9,6 +9,15 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
+from tfmiracle.keras_internals import (
+    assign_past_scopes,
+    rematerialization,
+    stateless_scope,
+    stored_dtype,
+    stored_value,
+    walk,
+)
+
 
 class SubstitutionScope(keras.StatelessScope):
     """Lets some variables read as given tensors, and nothing else change.
@@ -32,7 +41,7 @@ class SubstitutionScope(keras.StatelessScope):
         for variable, value in zip(variables, values, strict=True):
             # Not `variable.dtype`, which is what the layer around this scope computes
             # in: each layer inside casts what it reads to its own.
-            value = keras.ops.convert_to_tensor(value, variable._dtype)
+            value = keras.ops.convert_to_tensor(value, stored_dtype(variable))
             self.state_mapping[id(variable)] = value
 
     def substitutes(self, variable: keras.Variable) -> bool:
@@ -49,7 +58,7 @@ class SubstitutionScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is None and outer is not None:
             value = outer.get_current_value(variable)
-        return variable._value if value is None else value
+        return stored_value(variable) if value is None else value
 
     def add_update(self, update):
         variable, value = update
@@ -61,7 +70,7 @@ class SubstitutionScope(keras.StatelessScope):
         if self.original_scope is not None:
             self.original_scope.add_update(update)
         else:
-            variable._direct_assign(value)
+            assign_past_scopes(variable, value)
 
     def add_loss(self, loss):
         if self.original_scope is None:
@@ -94,8 +103,8 @@ def refuse_rematerialization(layer: keras.layers.Layer) -> None:
     What is computed anew for the gradient would not see substituted values, nor have
     the noise of the first time, and the gradients would silently be wrong.
     """
-    for part in layer._flatten_layers():
-        mode = getattr(part._remat_mode, "mode", None)
+    for part in walk(layer):
+        mode = rematerialization(part)
         if mode not in (None, "activations"):
             raise ValueError(
                 f"Layer {part.name!r} was made in keras.RematScope(mode={mode!r}), in "
@@ -105,5 +114,5 @@ def refuse_rematerialization(layer: keras.layers.Layer) -> None:
 
 def is_substituted(variable: keras.Variable) -> bool:
     """Whether an enclosing `SubstitutionScope` substitutes `variable`."""
-    scope = keras.src.backend.get_stateless_scope()
+    scope = stateless_scope()
     return isinstance(scope, SubstitutionScope) and scope.substitutes(variable)
