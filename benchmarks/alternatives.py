@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmiracle import cli
 from tfmiracle.callbacks import CompressionCallback
-from tfmiracle.coder import EncodedBlocks, MinimalRandomCoder
+from tfmiracle.coding.minimal_random import EncodedBlocks, MinimalRandomCoder
 from tfmiracle.layout import WeightLayout
 from tfmiracle.models import VariationalModel
 from tfmiracle.posterior import BlockPosterior
@@ -140,10 +140,10 @@ def best_on_a_batch():
         for row, block in enumerate(blocks):
             losses = []
             for candidates in found:
-                model.block_posterior.fix([block], candidates.indices[[row]])
+                model.block_posterior.fix([block], candidates.codes[[row]])
                 losses.append(float(loss(x, y)))
             best = found[int(np.argmin(losses))]
-            model.block_posterior.fix([block], best.indices[[row]])
+            model.block_posterior.fix([block], best.codes[[row]])
             chosen.append([values[row] for values in best])
         return EncodedBlocks(*map(np.array, zip(*chosen, strict=True)))
 

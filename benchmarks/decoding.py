@@ -9,6 +9,7 @@ import numpy as np
 from timing import best_of_each
 
 from tfmiracle.codebook import CODEBOOKS
+from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import CodedGroup, MiracleFile
@@ -31,10 +32,11 @@ def file_of(variables, codebook) -> MiracleFile:
     layout = WeightLayout(variables, 20, seed=0)
     indices = np.random.default_rng(0).integers(0, 1 << 20, layout.num_blocks)
     scales = np.ones(layout.num_scales, np.float32)
+    code = MinimalRandomCode(0, 20, codebook)
     return MiracleFile(
         names=[f"variable{i}" for i in range(len(variables))],
         coded=[(0, i) for i in range(len(variables))],
-        groups=[CodedGroup(layout, 20, codebook, scales, indices)],
+        groups=[CodedGroup(layout, code, scales, indices)],
         stored=[],
         architecture={},
     )

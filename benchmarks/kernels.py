@@ -21,7 +21,8 @@ from timing import (
     words_per_ms,
 )
 
-from tfmiracle import codebook, coder, philox
+from tfmiracle import codebook, philox
+from tfmiracle.coding import minimal_random as coder
 from tfmiracle.mean_kl import log_scale_ratio
 
 BITS = 20

@@ -23,7 +23,7 @@ def quick(eager, monkeypatch):
     """As `eager`, but the coder is compiled, which pays from the second block."""
     import tensorflow as tf
 
-    from tfmiracle.coder import MinimalRandomCoder
+    from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
     encode = MinimalRandomCoder.encode
 

@@ -36,6 +36,7 @@ import reference_decoder
 from support import DICTIONARY, GOLDEN, join_sections
 
 from tfmiracle.codebook import normal_quantiles
+from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
@@ -99,8 +100,7 @@ def random_file(rng: random.Random) -> MiracleFile:
         groups.append(
             CodedGroup(
                 layout,
-                bits,
-                rng.choice(CODEBOOKS),
+                MinimalRandomCode(layout.seed, bits, rng.choice(CODEBOOKS)),
                 noise.lognormal(size=layout.num_scales).astype(np.float32),
                 noise.integers(0, 1 << bits, layout.num_blocks),
             )

@@ -10,6 +10,7 @@ import zlib
 import numpy as np
 
 import tfmiracle
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -26,6 +27,13 @@ def join_sections(payloads, start=b"MRCL\x01"):
         section = struct.pack("<BI", number, len(payload)) + payload
         data += section + struct.pack("<I", zlib.crc32(section))
     return data
+
+
+def with_coder(options):
+    """Options of a posterior, a coder instead of `block_bits` and `codebook`."""
+    names = options.keys() & {"block_bits", "codebook"}
+    coder = MinimalRandomCoder(**{name: options[name] for name in names})
+    return {"coder": coder, **{k: v for k, v in options.items() if k not in names}}
 
 
 BLOCK = """
@@ -61,5 +69,7 @@ def fix_all(model, seed=0):
     for posterior, _ in posteriors(model):
         blocks = np.arange(posterior.layout.num_blocks)
         posterior.finalize_coding_scale()
-        posterior.fix(blocks, rng.integers(0, 2**posterior.block_bits, len(blocks)))
+        posterior.fix(
+            blocks, rng.integers(0, 2**posterior.code.block_bits, len(blocks))
+        )
     return model

@@ -180,7 +180,7 @@ def log_weights(posterior, block):
         np.full(len(k), block),
         k,
         posterior.layout.block_size,
-        shared=posterior.codebook == "shared",
+        shared=posterior.code.shared,
     ).astype(np.float64)
     log_q = -0.5 * ((z - loc) / np.exp(log_ratio)) ** 2 - log_ratio
     return np.sum(log_q + 0.5 * z**2, axis=1)
@@ -199,9 +199,9 @@ def test_indices_are_candidates_of_large_weight(tmp_path, quick, make, kind, sel
     assert file.metadata["selection"] == selection
     chosen = []
     for group, (posterior, _) in zip(file.groups, posteriors(model), strict=True):
-        assert group.codebook == kind
+        assert group.code.codebook == kind
         np.testing.assert_array_equal(group.scales, posterior.coding_scale)
-        for block, index in enumerate(group.indices):
+        for block, index in enumerate(group.codes):
             weights = log_weights(posterior, block)
             chosen.append(weights[index])
             if selection == "largest_weight":
@@ -335,8 +335,7 @@ def test_an_interrupted_run_goes_on(tmp_path, quick, make):
         fit(model, callback, more=[Stop(7, crash)])
     assert not path.exists() and callback.file is None
     before = [
-        (p.fixed, p.indices.numpy(), p.coding_scale.copy())
-        for p, _ in posteriors(model)
+        (p.fixed, p.codes.numpy(), p.coding_scale.copy()) for p, _ in posteriors(model)
     ]
     assert sum(fixed.sum() for fixed, _, _ in before) == 4
     todo = sum((~fixed).sum() for fixed, _, _ in before)
@@ -350,7 +349,7 @@ def test_an_interrupted_run_goes_on(tmp_path, quick, make):
     # Fine-tuning first: a round came before the crash.
     assert [r["step"] for r in again.history[:2]] == [5, 5]
     for (posterior, _), (fixed, indices, scale) in zip(posteriors(model), before):
-        assert np.all(posterior.indices.numpy()[fixed] == indices[fixed])
+        assert np.all(posterior.codes.numpy()[fixed] == indices[fixed])
         np.testing.assert_array_equal(posterior.coding_scale, scale)
     assert_file_is_the_model(again, model)
 

@@ -43,7 +43,7 @@ def test_round_trip(posterior, tmp_path):
     again = CodedPosterior.read(path)
     np.testing.assert_equal(again.loc, posterior.loc)
     np.testing.assert_equal(again.scale, posterior.scale)
-    assert again.indices_crc32 == posterior.indices_crc32 is not None
+    assert again.codes_crc32 == posterior.codes_crc32 is not None
     with pytest.raises(FileExistsError):
         posterior.write(path)
     posterior.write(path, overwrite=True)
@@ -58,7 +58,7 @@ def test_it_must_fit_the_file(posterior):
     with pytest.raises(ValueError, match="`scale` has"):
         longer.check_fits(to_file(fix_all(model())))
     of_another = to_file(fix_all(model()))
-    of_another.groups[1].indices[0] ^= 1
+    of_another.groups[1].codes[0] ^= 1
     with pytest.raises(ValueError, match="of one with other codes"):
         posterior.check_fits(of_another)
     unknown = CodedPosterior(posterior.loc, posterior.scale)

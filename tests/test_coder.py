@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from support import HOST
 
-from tfmiracle import codebook, coder, philox
-from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle import codebook, philox
+from tfmiracle.coding import minimal_random as coder
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.philox import Domain
 
 SEED = 0xFEDCBA9876543210
 BITS = 15  # more than a chunk of either pass
 CODEBOOKS = pytest.mark.parametrize("codebook_name", codebook.CODEBOOKS)
 SELECTIONS = pytest.mark.parametrize("selection", coder.SELECTIONS)
+
+
+def the_papers(block_bits, seed, codebook="per_block", selection="sample"):
+    """A coder with the choices of Havasi et al. (2019)."""
+    return MinimalRandomCoder(block_bits, seed, codebook, selection)
 
 
 def posterior(num_blocks, block_size, seed=0):
@@ -36,7 +42,7 @@ def posterior(num_blocks, block_size, seed=0):
 def log_weights(the_coder, block, loc, log_scale):
     """Log importance weights of all candidates, float64 `[K]`."""
     indices = np.arange(1 << the_coder.block_bits)
-    z = the_coder.decode(np.full(len(indices), block), indices, len(loc))
+    z = the_coder.code.candidates(np.full(len(indices), block), indices, len(loc))
     z, loc, log_scale = (x.astype(np.float64) for x in (z, loc, log_scale))
     return (
         scipy.stats.norm.logpdf(z, loc, np.exp(log_scale)) - scipy.stats.norm.logpdf(z)
@@ -116,23 +122,23 @@ def test_candidates_are_those_of_the_decoder(run):
 def test_encoding_is_that_of_the_enumeration(
     codebook_name, selection, bits, num_blocks, block_size
 ):
-    the_coder = MinimalRandomCoder(bits, SEED, codebook_name, selection)
+    the_coder = the_papers(bits, SEED, codebook_name, selection)
     blocks = np.arange(num_blocks) + 2**32 - num_blocks
     loc, log_scale = posterior(num_blocks, block_size + 1)
     loc, log_scale = loc[:, :-1], log_scale[:, :-1]  # the last is padding
     encoded = the_coder.encode(blocks, loc, log_scale)
-    assert encoded.indices.dtype == np.int64
+    assert encoded.codes.dtype == np.int64
     assert encoded.log_weight.dtype == encoded.log_evidence.dtype == np.float32
     for row, block in enumerate(blocks):
         weights = log_weights(the_coder, block, loc[row], log_scale[row])
-        index = encoded.indices[row]
+        index = encoded.codes[row]
         assert index == reference_choice(the_coder, block, weights)
         assert encoded.log_weight[row] == pytest.approx(weights[index], abs=1e-6)
         evidence = log_mean(weights)
         assert encoded.log_evidence[row] == pytest.approx(evidence, abs=1e-5)
-    z = the_coder.decode(blocks, encoded.indices, block_size)
+    z = the_coder.code.candidates(blocks, encoded.codes, block_size)
     shared = codebook_name == "shared"
-    expected = codebook.candidates(SEED, blocks, encoded.indices, block_size, shared)
+    expected = codebook.candidates(SEED, blocks, encoded.codes, block_size, shared)
     np.testing.assert_array_equal(z, expected)
 
 
@@ -149,7 +155,7 @@ def test_a_forked_process_has_threads_of_its_own():
 
 def test_shared_blocks_are_scored_together():
     """Or the tests of the shared codebook miss the matrix products."""
-    the_coder = MinimalRandomCoder(BITS, SEED, "shared")
+    the_coder = the_papers(BITS, SEED, "shared")
     loc, log_scale = posterior(519, 7)
     log_scale[5] = -9
 
@@ -159,30 +165,30 @@ def test_shared_blocks_are_scored_together():
         return [len(batch) for batch in batches]
 
     assert sizes(the_coder) == [512] + 7 * [1]
-    assert sizes(MinimalRandomCoder(28, SEED, "shared")) == 8 * [64] + 7 * [1]
-    assert sizes(MinimalRandomCoder(BITS, SEED)) == 519 * [1]
+    assert sizes(the_papers(28, SEED, "shared")) == 8 * [64] + 7 * [1]
+    assert sizes(the_papers(BITS, SEED)) == 519 * [1]
 
 
 def test_blocks_of_more_than_one_product(monkeypatch):
     monkeypatch.setattr(coder, "usable_cores", lambda: 3)
     monkeypatch.setattr(coder, "_PRODUCT_MAX", 96)
-    the_coder = MinimalRandomCoder(BITS, SEED, "shared")
+    the_coder = the_papers(BITS, SEED, "shared")
     loc, log_scale = posterior(200, 7)
     together = the_coder.encode(np.arange(200), loc, log_scale)
     for block in (0, 95, 96, 191, 192, 199):
         weights = log_weights(the_coder, block, loc[block], log_scale[block])
-        assert together.indices[block] == reference_choice(the_coder, block, weights)
+        assert together.codes[block] == reference_choice(the_coder, block, weights)
         evidence = log_mean(weights)
         assert together.log_evidence[block] == pytest.approx(evidence, abs=1e-5)
 
 
 def test_large_leaves_are_weighed_one_by_one():
-    the_coder = MinimalRandomCoder(10, SEED, "shared")
+    the_coder = the_papers(10, SEED, "shared")
     loc, log_scale = (x / 8 for x in posterior(9, 520))
     encoded = the_coder.encode(np.arange(9), loc, log_scale)
     for block in range(9):
         weights = log_weights(the_coder, block, loc[block], log_scale[block])
-        assert encoded.indices[block] == reference_choice(the_coder, block, weights)
+        assert encoded.codes[block] == reference_choice(the_coder, block, weights)
 
 
 @RUNS
@@ -214,12 +220,12 @@ def test_inverse_cdf(weights, uniform):
 
 def test_sample_follows_the_weights_and_the_posterior():
     """With K far above e**KL, chosen candidates are samples of Q."""
-    the_coder = MinimalRandomCoder(12, SEED)
+    the_coder = the_papers(12, SEED)
     num_blocks, rng = 600, np.random.default_rng(1)
     loc = np.tile(np.float32([1, -0.5, 0]), (num_blocks, 1))
     log_scale = np.tile(np.float32([-0.3, -1, 0.1]), (num_blocks, 1))  # 1.4 nats
     blocks = np.arange(num_blocks)
-    indices = the_coder.encode(blocks, loc, log_scale).indices
+    indices = the_coder.encode(blocks, loc, log_scale).codes
 
     # Where in its share of the cumulative weights an index lies is uniform.
     position = []
@@ -230,7 +236,7 @@ def test_sample_follows_the_weights_and_the_posterior():
         position.append((below + here) / weights.sum())
     assert scipy.stats.kstest(position, "uniform").pvalue > 1e-3
 
-    z = (the_coder.decode(blocks, indices, 3) - loc) / np.exp(log_scale)
+    z = (the_coder.code.candidates(blocks, indices, 3) - loc) / np.exp(log_scale)
     for d in range(3):
         assert scipy.stats.kstest(z[:, d], "norm").pvalue > 1e-3
     assert np.abs(z.mean(0)).max() < 4 / np.sqrt(num_blocks)
@@ -246,16 +252,16 @@ def test_the_seed_of_the_selection_is_independent_of_the_block():
 
 @CODEBOOKS
 def test_first_of_equal_weights(codebook_name):
-    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, "largest_weight")
+    the_coder = the_papers(BITS, SEED, codebook_name, "largest_weight")
     encoded = the_coder.encode(np.arange(9), *np.zeros((2, 9, 7), np.float32))
-    assert encoded.indices.tolist() == 9 * [0]
+    assert encoded.codes.tolist() == 9 * [0]
     # In one dimension, many candidates are equal. Here the largest z is the best.
     blocks, loc = np.arange(40), np.full((40, 1), 10, np.float32)
     encoded = the_coder.encode(blocks, loc, np.zeros_like(loc))
     ties = 0
     for block in blocks:
         weights = log_weights(the_coder, block, loc[block], np.float32([0]))
-        assert encoded.indices[block] == weights.argmax()
+        assert encoded.codes[block] == weights.argmax()
         ties += (weights == weights.max()).sum() - 1
     assert ties
 
@@ -263,7 +269,7 @@ def test_first_of_equal_weights(codebook_name):
 @CODEBOOKS
 @SELECTIONS
 def test_padding_contributes_nothing(codebook_name, selection):
-    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    the_coder = the_papers(BITS, SEED, codebook_name, selection)
     encoded = the_coder.encode(np.arange(9), *np.zeros((2, 9, 5), np.float32))
     assert not encoded.log_weight.any()
     assert not encoded.log_evidence.any()
@@ -272,7 +278,7 @@ def test_padding_contributes_nothing(codebook_name, selection):
         padded = (np.pad(x, [(0, 0), (0, 3)]) for x in (loc, log_scale))
         short = the_coder.encode(np.arange(9), loc, log_scale)
         long = the_coder.encode(np.arange(9), *padded)
-        np.testing.assert_array_equal(short.indices, long.indices)
+        np.testing.assert_array_equal(short.codes, long.codes)
         np.testing.assert_array_equal(short.log_weight, long.log_weight)
         # From passes of two programs, which round in their own ways.
         np.testing.assert_allclose(short.log_evidence, long.log_evidence, atol=1e-6)
@@ -281,14 +287,14 @@ def test_padding_contributes_nothing(codebook_name, selection):
 @CODEBOOKS
 def test_small_scales(codebook_name):
     """Variance ratios down to 1e-8, where a * z**2 + b * z + c loses all digits."""
-    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, "largest_weight")
+    the_coder = the_papers(BITS, SEED, codebook_name, "largest_weight")
     blocks = np.arange(16)
     loc, log_scale = posterior(16, 7)
     loc[:, 2], log_scale[:, 2] = np.linspace(-2, 2, 16), np.linspace(-9.2, -1, 16)
     encoded = the_coder.encode(blocks, loc, log_scale)
     for row, block in enumerate(blocks):
         weights = log_weights(the_coder, block, loc[row], log_scale[row])
-        assert encoded.indices[row] == weights.argmax()
+        assert encoded.codes[row] == weights.argmax()
         assert encoded.log_weight[row] == pytest.approx(weights.max(), rel=1e-6)
         assert encoded.log_evidence[row] == pytest.approx(log_mean(weights), abs=3e-3)
 
@@ -297,7 +303,7 @@ def test_small_scales(codebook_name):
 @SELECTIONS
 @pytest.mark.parametrize("loc, log_scale", [(30, 0), (1e4, -9), (-1e30, -80), (0, 80)])
 def test_far_from_the_candidates(codebook_name, selection, loc, log_scale):
-    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    the_coder = the_papers(BITS, SEED, codebook_name, selection)
     blocks, shape = np.arange(9), (9, 7)
     loc = np.full(shape, loc, np.float32)
     log_scale = np.full(shape, log_scale, np.float32)
@@ -315,7 +321,7 @@ def test_far_from_the_candidates(codebook_name, selection, loc, log_scale):
 @CODEBOOKS
 @SELECTIONS
 def test_one_block_at_a_time_or_all_together(codebook_name, selection):
-    the_coder = MinimalRandomCoder(BITS, SEED, codebook_name, selection)
+    the_coder = the_papers(BITS, SEED, codebook_name, selection)
     loc, log_scale = posterior(12, 7)
     blocks = np.random.default_rng(0).permutation(12)
     together = the_coder.encode(blocks, loc[blocks], log_scale[blocks])
@@ -325,7 +331,7 @@ def test_one_block_at_a_time_or_all_together(codebook_name, selection):
         the_coder.encode([b], loc[b : b + 1], log_scale[b : b + 1]) for b in blocks
     ]
     np.testing.assert_array_equal(
-        together.indices, np.concatenate([one.indices for one in alone])
+        together.codes, np.concatenate([one.codes for one in alone])
     )
     np.testing.assert_array_equal(
         together.log_weight, np.concatenate([one.log_weight for one in alone])
@@ -336,7 +342,7 @@ def test_seeds_and_blocks_matter():
     loc, log_scale = posterior(1, 7, seed=3)
     loc[0] = 0.3
     indices = {
-        int(MinimalRandomCoder(BITS, seed).encode([block], loc, log_scale).indices[0])
+        int(the_papers(BITS, seed).encode([block], loc, log_scale).codes[0])
         for seed in (1, 2, 2**32 + 1)
         for block in (0, 1)
     }
@@ -358,9 +364,9 @@ def test_nothing_is_compiled_again(monkeypatch):
 
     before = traced()
     for seed, block in [(1, 2), (3, 4)]:
-        MinimalRandomCoder(BITS, seed).encode([block], loc + seed, log_scale)
+        the_papers(BITS, seed).encode([block], loc + seed, log_scale)
     for count in (9, 60):
-        the_coder = MinimalRandomCoder(BITS, 0, "shared")
+        the_coder = the_papers(BITS, 0, "shared")
         the_coder.encode(np.arange(count), *posterior(count, 7))
     assert (np.array(traced()) - before <= 1).all()
     assert all(traced())
@@ -398,7 +404,7 @@ def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch)
     found = []
     for cores in (1, 3, 8):
         monkeypatch.setattr(coder, "usable_cores", lambda cores=cores: cores)
-        ours = MinimalRandomCoder(18, SEED, codebook_name)
+        ours = the_papers(18, SEED, codebook_name)
         found.append(ours.encode(np.arange(blocks), loc, log_scale))
     for other in found[1:]:
         for here, there in zip(found[0], other):
@@ -406,15 +412,16 @@ def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch)
 
 
 @CODEBOOKS
-def test_only_candidates_that_exist_are_decoded(codebook_name):
-    the_coder = MinimalRandomCoder(4, SEED, codebook_name)
-    assert the_coder.decode([5], [15], 3).shape == (1, 3)
-    with pytest.raises(ValueError, match=r"indices holds 16; .* from 0 to 15"):
-        the_coder.decode([5, 6], [15, 16], 3)
+def test_only_codes_that_exist_are_accepted(codebook_name):
+    code = the_papers(4, SEED, codebook_name).code
+    code.check(np.array([0, 15]))
+    for bad in ([15, 16], [-1, 0]):
+        with pytest.raises(ValueError, match="from 0 to 15, which 4 bits can say"):
+            code.check(np.array(bad))
 
 
 def test_no_blocks():
-    encoded = MinimalRandomCoder(BITS, SEED).encode([], *np.zeros((2, 0, 7)))
+    encoded = the_papers(BITS, SEED).encode([], *np.zeros((2, 0, 7)))
     assert [array.shape for array in encoded] == [(0,), (0,), (0,)]
 
 
@@ -451,4 +458,4 @@ def test_bad_coders(arguments, message):
 )
 def test_bad_blocks(blocks, loc, log_scale, message):
     with pytest.raises(ValueError, match=message):
-        MinimalRandomCoder(3, 0).encode(blocks, loc, log_scale)
+        the_papers(3, 0).encode(blocks, loc, log_scale)

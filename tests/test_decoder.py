@@ -56,13 +56,13 @@ def test_golden_files_have_what_they_are_there_for():
         MiracleFile.read(GOLDEN / f"{name}.miracle") for name in DIGESTS
     )
     (group,) = per_block.groups
-    assert group.codebook == "per_block" and group.layout.seed >= 2**63
+    assert group.code.codebook == "per_block" and group.layout.seed >= 2**63
     assert group.layout.num_effective % group.layout.block_size
     assert max(v.hash_factor for v in group.layout.variables) == 7
-    assert [g.codebook for g in shared.groups] == ["shared", "shared"]
+    assert [g.code.codebook for g in shared.groups] == ["shared", "shared"]
     assert {v.dtype.name for v in shared.stored} == {"float32", "int64"}
     assert len({v.dtype for v in types.stored}) == 12
-    assert [g.block_bits for g in types.groups] == [28, 0]
+    assert [g.code.block_bits for g in types.groups] == [28, 0]
     for name in DIGESTS:
         assert (GOLDEN / f"{name}.miracle").stat().st_size < 3000
 
@@ -92,7 +92,7 @@ def test_a_changed_index_changes_its_block_only():
     file = MiracleFile.read(GOLDEN / "per_block.miracle")
     (group,) = file.groups
     before = decoder.decode_blocks(group)
-    group.indices[3] ^= 1
+    group.codes[3] ^= 1
     changed = (decoder.decode_blocks(group) != before).any(1)
     assert np.flatnonzero(changed).tolist() == [3]
 

@@ -69,6 +69,7 @@ from support import GOLDEN
 from test_decoder import DIGESTS, digest
 
 import tfmiracle
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.network import to_network
@@ -83,11 +84,12 @@ for kind in ("intra", "inter"):
 def of_golden_file(name, parameterization):
     '''The posteriors of a golden file, all of whose blocks are fixed.'''
     for group in MiracleFile.read(GOLDEN / f"{name}.miracle").groups:
-        made = PARAMETERIZATIONS[parameterization](
-            group.layout, group.block_bits, group.codebook
+        coder = MinimalRandomCoder(
+            group.code.block_bits, codebook=group.code.codebook
         )
+        made = PARAMETERIZATIONS[parameterization](group.layout, coder)
         made._final_scale.assign(group.scales)
-        made.fix(np.arange(group.layout.num_blocks), group.indices)
+        made.fix(np.arange(group.layout.num_blocks), group.codes)
         yield made
 
 

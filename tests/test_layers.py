@@ -141,9 +141,9 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
     posterior = copy.block_posterior
     assert posterior.layout.block_size == 7
     assert posterior.layout.seed == 2**63
-    assert posterior.block_bits == 11
+    assert posterior.code.block_bits == 11
     assert posterior.kl_bits == 9.5
-    assert posterior.codebook == "shared"
+    assert posterior.code.codebook == "shared"
     assert posterior.quota_rate == 3.0
     assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
     assert posterior.log_scale_rate == 2.0

@@ -9,6 +9,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import with_coder
 
 import tfmiracle
 from tfmiracle.layout import CodedVariable, WeightLayout
@@ -21,7 +22,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 def posterior(seed=0, **options):
     """Means around 1, log sigma around -1, rho = exp(-0.5) and exp(0.3)."""
-    made = MeanVarPosterior(WeightLayout(VARIABLES, 5, seed), **options)
+    made = MeanVarPosterior(WeightLayout(VARIABLES, 5, seed), **with_coder(options))
     rng = np.random.default_rng(seed)
     made._raw_log_scale.assign([-0.5, 0.3])
     made.loc.assign(rng.normal(size=made.block_shape))

@@ -19,6 +19,7 @@ from support import DICTIONARY, join_sections
 
 from tfmiracle import miracle_file
 from tfmiracle.codebook import normal_quantiles
+from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
@@ -69,7 +70,8 @@ def groups(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     indices = rng.integers(0, 2**bits, layout.num_blocks)
     codebook = draw(st.sampled_from(miracle_file.CODEBOOKS))
-    return CodedGroup(layout, bits, codebook, np.array(scales, np.float32), indices)
+    code = MinimalRandomCode(layout.seed, bits, codebook)
+    return CodedGroup(layout, code, np.array(scales, np.float32), indices)
 
 
 @st.composite
@@ -106,10 +108,10 @@ def assert_same(file, other):
         assert a.layout.variables == b.layout.variables
         assert a.layout.block_size == b.layout.block_size
         assert a.layout.seed == b.layout.seed
-        assert (a.block_bits, a.codebook) == (b.block_bits, b.codebook)
+        assert a.code == b.code
         assert a.scales.dtype == b.scales.dtype == np.float32
         assert a.scales.tobytes() == b.scales.tobytes()
-        np.testing.assert_array_equal(a.indices, b.indices, strict=True)
+        np.testing.assert_array_equal(a.codes, b.codes, strict=True)
     for a, b in zip(file.stored, other.stored, strict=True):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     # As text, in which NaN is equal to itself.
@@ -152,13 +154,15 @@ def small_file():
         groups=[
             CodedGroup(
                 first,
-                13,
-                "shared",
+                MinimalRandomCode(first.seed, 13, "shared"),
                 np.array([0.5, 3e-7], np.float32),
                 np.array([8191, 0, 1234]),
             ),
             CodedGroup(
-                second, 0, "per_block", np.array([2.0], np.float32), np.array([0, 0])
+                second,
+                MinimalRandomCode(7, 0, "per_block"),
+                np.array([2.0], np.float32),
+                np.array([0, 0]),
             ),
         ],
         stored=[
@@ -179,7 +183,9 @@ def test_what_has_no_size_round_trips():
     assert_same(empty_file(), MiracleFile.from_bytes(empty_file().to_bytes()))
     assert empty_file().payload_bytes == 0
     layout = WeightLayout([CodedVariable((0, 3), 4, 0), CodedVariable((), 1, 0)], 9, 0)
-    group = CodedGroup(layout, 28, "shared", np.ones(1, np.float32), np.array([3]))
+    group = CodedGroup(
+        layout, MinimalRandomCode(0, 28), np.ones(1, np.float32), np.array([3])
+    )
     nothing = np.zeros((2, 0), np.uint16)
     file = MiracleFile(["x", "y", "z"], [(0, 0), None, (0, 1)], [group], [nothing], {})
     data = file.to_bytes()
@@ -379,7 +385,7 @@ def test_indices_of_the_wrong_size(indices):
 def test_bits_left_over_must_be_zero():
     layout = with_group(bits=3)
     file = MiracleFile.from_bytes(crafted(layout, b"\x3a"))
-    np.testing.assert_array_equal(file.groups[0].indices, [2, 7])
+    np.testing.assert_array_equal(file.groups[0].codes, [2, 7])
     with pytest.raises(FileFormatError, match="not zero"):
         MiracleFile.from_bytes(crafted(layout, b"\x7a"))
 

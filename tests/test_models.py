@@ -623,8 +623,8 @@ def test_configuration_round_trip():
     posterior = copy.block_posterior
     assert posterior.layout.variables == model.block_posterior.layout.variables
     assert posterior.layout.seed == 2**64 - 1
-    assert posterior.codebook == "shared"
-    assert (posterior.block_bits, posterior.kl_bits) == (11, 9.5)
+    assert posterior.code.codebook == "shared"
+    assert (posterior.code.block_bits, posterior.kl_bits) == (11, 9.5)
     assert (posterior.quota_rate, posterior.log_scale_rate) == (3.0, 2.0)
     assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
     clone = keras.models.clone_model(model)
@@ -666,7 +666,6 @@ def test_summary_counts_what_trains(capsys):
         ({"block_size": -1}, "`block_size`.* -1"),
         ({"block_bits": 64}, "`block_bits`.*=64"),
         ({"kl_bits": float("nan")}, "`kl_bits`.*=nan"),
-        ({"codebook": None}, "`codebook`.*=None"),
         ({"log_scale": float("inf")}, "`log_scale`.*=inf"),
         ({"l2": -1e-4}, "`l2`.*=-0.0001"),
         ({"seed": -5}, "seed = -5"),

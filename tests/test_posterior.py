@@ -13,6 +13,7 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import with_coder
 
 from tfmiracle import posterior as posterior_module
 from tfmiracle.decoder import decode_blocks
@@ -44,7 +45,9 @@ def layout(variables=HASHED, block_size=6, seed=1):
 
 def random_posterior(variables=HASHED, block_size=6, seed=1, spread=1.5, **options):
     """Parameters far from their start, everywhere different."""
-    posterior = MeanKLPosterior(layout(variables, block_size, seed), **options)
+    posterior = MeanKLPosterior(
+        layout(variables, block_size, seed), **with_coder(options)
+    )
     rng = np.random.default_rng(seed)
     for v, center in zip(posterior.trainable_variables, (-2, 0, 0), strict=True):
         v.assign(center + spread * rng.normal(size=v.shape))
@@ -497,7 +500,9 @@ def test_fixed_blocks_are_what_the_decoder_decodes(codebook, mode, request):
     indices = np.array([0, 4095, 17, 1000, 5, 5, 2048, 77])
     decoded = posterior.layout.expand(
         decode_blocks(
-            CodedGroup(posterior.layout, 12, codebook, posterior.coding_scale, indices)
+            CodedGroup(
+                posterior.layout, posterior.code, posterior.coding_scale, indices
+            )
         )
     )
     order = [6, 0, 3, 7, 1]
@@ -505,7 +510,7 @@ def test_fixed_blocks_are_what_the_decoder_decodes(codebook, mode, request):
     posterior.fix(np.array(order[2:]), indices[order[2:]].tolist())
     fixed = np.isin(np.arange(8), order)
     np.testing.assert_array_equal(posterior.fixed, fixed)
-    np.testing.assert_array_equal(posterior.indices, np.where(fixed, indices, -1))
+    np.testing.assert_array_equal(posterior.codes, np.where(fixed, indices, -1))
     is_fixed = posterior.layout.expand(
         np.broadcast_to(fixed[:, None], (8, 6)).astype(np.float32)
     )
@@ -593,7 +598,7 @@ def test_fix_refuses_what_is_out_of_range(blocks, indices):
     with pytest.raises((ValueError, IndexError)) as error:
         posterior.fix(blocks, indices)
     if indices == [1024]:
-        assert "`indices`" in str(error.value) and "1023" in str(error.value)
+        assert "`codes`" in str(error.value) and "1023" in str(error.value)
     assert not posterior.fixed.any()
 
 
@@ -728,7 +733,7 @@ def test_posterior_over_keras_variables():
         CodedVariable((3,), 1, 1),
     )
     assert (posterior.layout.block_size, posterior.layout.seed) == (5, 3)
-    assert (posterior.block_bits, posterior.kl_bits) == (9, 8.0)
+    assert (posterior.code.block_bits, posterior.kl_bits) == (9, 8.0)
     np.testing.assert_allclose(posterior.coding_scale, math.exp(-1), rtol=1e-6)
     # Variables of one layer share a scale, if not told otherwise.
     groups = ["a", "a", "a", "b"]

@@ -16,7 +16,7 @@ from test_callbacks import small_net
 import tfmiracle
 from tfmiracle import CompressionCallback, Recipe, VariationalModel
 from tfmiracle.codebook import normals
-from tfmiracle.coder import MinimalRandomCoder
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.models import posteriors
 from tfmiracle.network import load, to_file
@@ -311,7 +311,7 @@ def test_a_codebook_of_2_to_the_24(codebook, tmp_path):
         weights = (0.5 * (z.astype(float) ** 2 - t**2)).sum(1) - log_scale.sum()
         if weights.max() > weight:
             best, weight = start + int(weights.argmax()), weights.max()
-    assert coded.indices.tolist() == [best]
+    assert coded.codes.tolist() == [best]
     assert coded.log_weight[0] == pytest.approx(weight, rel=1e-5)
     np.testing.assert_allclose(coded.log_evidence, 0, atol=1.0)
 

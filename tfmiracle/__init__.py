@@ -43,7 +43,7 @@ _MODULE_OF = {
     "MeanVarEmbedding": "layers",
     "MeanVarSeparableConv1D": "layers",
     "MeanVarSeparableConv2D": "layers",
-    "MinimalRandomCoder": "coder",
+    "MinimalRandomCoder": "coding.minimal_random",
     "MiracleFile": "miracle_file",
     "PAPER": "recipe",
     "Recipe": "recipe",

@@ -1,5 +1,6 @@
 """Coding the posterior of a model, block by block, while it is fine-tuned."""
 
+import dataclasses
 import json
 import os
 import time
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 
 from tfmiracle import miracle_file
-from tfmiracle.coder import SELECTIONS, MinimalRandomCoder
+from tfmiracle.coding.minimal_random import SELECTIONS
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import check_network, coded_posterior, to_file
@@ -56,7 +57,7 @@ class CompressionCallback(keras.callbacks.Callback):
       history: one dict a round: "step", "blocks" coded so far, mean "kl_bits" and
         "max_kl_bits" of the round's blocks, how many of them were "over_budget" by
         more than 1 %, mean "log_weight" and "log_evidence" in nats (see
-        `MinimalRandomCoder.encode`), "seconds" since the start, and the running logs
+        `EncodedBlocks`), "seconds" since the start, and the running logs
         of `fit` (loss and metrics).
       file: the `MiracleFile` written, or None.
       file_bytes: its size.
@@ -169,12 +170,7 @@ class CompressionCallback(keras.callbacks.Callback):
             )
         check_network(self.model)
         self._coders = [
-            MinimalRandomCoder(
-                posterior.block_bits,
-                posterior.layout.seed,
-                posterior.codebook,
-                self.selection,
-            )
+            dataclasses.replace(posterior.coder, selection=self.selection)
             for posterior, _ in parts
         ]
         self._posteriors = [posterior for posterior, _ in parts]
@@ -239,7 +235,7 @@ class CompressionCallback(keras.callbacks.Callback):
             posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
             loc, log_ratio = posterior.standardized(blocks)
             coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
-            posterior.fix(blocks, coded.indices)
+            posterior.fix(blocks, coded.codes)
             kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
             excess.append(posterior.is_over_budget(kl[-1]))
             weight.append(coded.log_weight)

@@ -410,9 +410,10 @@ def _sizes(file: MiracleFile, file_bytes):
         "effective_weights": sum(g.layout.num_effective for g in groups),
         "blocks": sum(g.layout.num_blocks for g in groups),
         "block_size": common(g.layout.block_size for g in groups),
-        "block_bits": common(g.block_bits for g in groups),
+        "block_bits": common(g.code.bits(g.layout.block_size) for g in groups),
         "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
-        "codebook": common(g.codebook for g in groups),
+        "code": common(g.code.identifier for g in groups),
+        "codebook": common(getattr(g.code, "codebook", None) for g in groups),
         "selection": file.metadata.get("selection"),
     }
 
@@ -644,7 +645,8 @@ def _info(values, path):
             group = file.groups[place[0]]
             v = group.layout.variables[place[1]]
             shape = v.shape
-            bits = v.effective_size * group.block_bits / group.layout.block_size
+            size = group.layout.block_size
+            bits = v.effective_size * group.code.bits(size) / size
             treatment = "coded"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"

@@ -22,12 +22,12 @@ class CodedPosterior:
       loc: for each group of the file float32[num_effective], the mean of every
         effective weight in the order of the network (`WeightLayout.to_effective`).
       scale: likewise, the standard deviation.
-      indices_crc32: CRC-32 of the indices of the file it belongs to, or None.
+      codes_crc32: CRC-32 of the codes of the file it belongs to, or None.
     """
 
     loc: list[np.ndarray]
     scale: list[np.ndarray]
-    indices_crc32: int | None = None
+    codes_crc32: int | None = None
 
     def write(self, path: str | os.PathLike, overwrite: bool = False) -> None:
         """Writes an `.npz` file, atomically.
@@ -38,8 +38,8 @@ class CodedPosterior:
         buffer = io.BytesIO()
         arrays = {f"loc_{g}": loc for g, loc in enumerate(self.loc)}
         arrays.update((f"scale_{g}", scale) for g, scale in enumerate(self.scale))
-        if self.indices_crc32 is not None:
-            arrays["indices_crc32"] = np.uint32(self.indices_crc32)
+        if self.codes_crc32 is not None:
+            arrays["codes_crc32"] = np.uint32(self.codes_crc32)
         np.savez(buffer, **arrays)
         write_atomically(path, buffer.getvalue(), overwrite)
 
@@ -54,10 +54,10 @@ class CodedPosterior:
         data = pathlib.Path(path).read_bytes()
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                names = [name for name in archive.files if name != "indices_crc32"]
+                names = [name for name in archive.files if name != "codes_crc32"]
                 crc = None
                 if len(names) < len(archive.files):
-                    crc = int(archive["indices_crc32"])
+                    crc = int(archive["codes_crc32"])
                 groups = range(len(names) // 2)
                 loc = [np.asarray(archive[f"loc_{g}"]) for g in groups]
                 scale = [np.asarray(archive[f"scale_{g}"]) for g in groups]
@@ -93,17 +93,17 @@ class CodedPosterior:
                     f"The posterior is not that of the file: `{name}` has {sizes} "
                     f"weights in its groups, the file {expected}."
                 )
-        crc = indices_crc32(group.indices for group in file.groups)
-        if self.indices_crc32 not in (None, crc):
+        crc = codes_crc32(group.codes for group in file.groups)
+        if self.codes_crc32 not in (None, crc):
             raise ValueError(
                 "The posterior is not that of the file, but of one with other codes. "
                 "Give the one that was written with it."
             )
 
 
-def indices_crc32(groups: Iterable[np.ndarray]) -> int:
-    """CRC-32 of the indices of all groups, by which a posterior knows its file."""
+def codes_crc32(groups: Iterable[np.ndarray]) -> int:
+    """CRC-32 of the codes of all groups, by which a posterior knows its file."""
     crc = 0
-    for indices in groups:
-        crc = zlib.crc32(indices.astype("<i8").tobytes(), crc)
+    for codes in groups:
+        crc = zlib.crc32(codes.astype("<i8").tobytes(), crc)
     return crc

@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 
-from tfmiracle import codebook
 from tfmiracle.miracle_file import DEFAULT_MAX_WEIGHTS, CodedGroup, MiracleFile
 
 
@@ -67,12 +66,8 @@ def decode_blocks(group: CodedGroup) -> np.ndarray:
     A weight is rho times a coordinate of the candidate, one float32 product.
     """
     layout = group.layout
-    candidates = codebook.candidates(
-        layout.seed,
-        np.arange(layout.num_blocks),
-        group.indices,
-        layout.block_size,
-        shared=group.codebook == "shared",
+    candidates = group.code.candidates(
+        np.arange(layout.num_blocks), group.codes, layout.block_size
     )
     candidates *= group.scales[layout.scale_index_of_slot()]
     return candidates

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfmiracle.codebook import CODEBOOKS, MAX_BLOCK_BITS
+from tfmiracle.codec.code import MinimalRandomCode, RandomCode
 from tfmiracle.layout import CodedVariable, WeightLayout
 
 MAGIC = b"MRCL"
@@ -52,22 +54,25 @@ class CodedGroup:
 
     Attributes:
       layout: where each weight has its place.
-      block_bits: bits of an index.
-      codebook: "per_block" or "shared".
+      code: the random code of its blocks.
       scales: float32[layout.num_scales], the coding scales rho.
-      indices: int64[layout.num_blocks], the candidate of each block.
+      codes: integers [layout.num_blocks, ...], the code of each block.
     """
 
     layout: WeightLayout
-    block_bits: int
-    codebook: str
+    code: RandomCode
     scales: np.ndarray
-    indices: np.ndarray
+    codes: np.ndarray
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The codes as a file holds them."""
+        return self.code.pack(self.codes, self.layout.block_size)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the packed indices."""
-        return -(-self.layout.num_blocks * self.block_bits // 8)
+        """Bytes of the packed codes."""
+        return len(self.packed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ class MiracleFile:
                 bytes([VERSION]),
                 _section(_DESCRIPTION, deflate.compress(description) + deflate.flush()),
                 _section(_LAYOUT, self._layout_bytes()),
-                _section(_INDICES, b"".join(_pack(g) for g in self.groups)),
+                _section(_INDICES, b"".join(g.packed for g in self.groups)),
                 _section(_STORED, zlib.compress(stored, 9) if stored else b""),
             ]
         )
@@ -154,8 +159,7 @@ class MiracleFile:
         put(len(self.groups))
         for group in self.groups:
             out.extend(struct.pack("<Q", group.layout.seed))
-            put(group.layout.block_size, group.block_bits)
-            put(CODEBOOKS.index(group.codebook), len(group.scales))
+            put(group.layout.block_size, *group.code.parameters(), len(group.scales))
             out.extend(np.asarray(group.scales, "<f4").tobytes())
         put(len(self.coded))
         stored = iter(self.stored)
@@ -316,24 +320,6 @@ def _read_section(data: bytes, position: int, tag: int) -> tuple[bytes, int]:
     return data[position + 5 : end], end + 4
 
 
-def _pack(group: CodedGroup) -> bytes:
-    """Indices as a stream of bits, each index and each byte low bit first."""
-    shifts = np.arange(group.block_bits, dtype=np.uint32)
-    bits = (np.asarray(group.indices, np.uint32)[:, None] >> shifts) & 1
-    return np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
-
-
-def _unpack(packed: bytes, count: int, bits: int) -> np.ndarray:
-    flat = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-    if flat[count * bits :].any():
-        raise FileFormatError("Bits after the last index are not zero.")
-    indices = np.zeros(count, np.int64)
-    table = flat[: count * bits].reshape(count, bits)
-    for bit in range(bits):
-        indices |= table[:, bit].astype(np.int64) << bit
-    return indices
-
-
 def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
     """Returns the groups, for each variable (stored dtype or None, shape), `coded`."""
     position = 0
@@ -412,8 +398,9 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
         size = -(-place.num_blocks * bits // 8)
         if start + size > len(packed):
             raise FileFormatError("There are fewer indices than blocks.")
-        indices = _unpack(packed[start : start + size], place.num_blocks, bits)
-        groups.append(CodedGroup(place, bits, codebook, scales, indices))
+        code = MinimalRandomCode(seed, bits, codebook)
+        codes = code.unpack(packed[start : start + size], place.num_blocks, block_size)
+        groups.append(CodedGroup(place, code, scales, codes))
         start += size
     if start != len(packed):
         raise FileFormatError("There are more indices than blocks.")

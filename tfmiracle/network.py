@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmiracle
-from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
+from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
@@ -61,10 +61,9 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     groups = [
         CodedGroup(
             posterior.layout,
-            posterior.block_bits,
-            posterior.codebook,
+            posterior.code,
             posterior.coding_scale,
-            keras.ops.convert_to_numpy(posterior.indices).astype(np.int64),
+            keras.ops.convert_to_numpy(posterior.codes).astype(np.int64),
         )
         for posterior, _ in parts
     ]
@@ -102,7 +101,7 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     return CodedPosterior(
         [x.numpy() for x in loc],
         [x.numpy() for x in scale],
-        indices_crc32(keras.ops.convert_to_numpy(p.indices) for p in parts),
+        codes_crc32(keras.ops.convert_to_numpy(p.codes) for p in parts),
     )
 
 

@@ -8,7 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle import codebook as codebooks
+from tfmiracle.codec.code import RandomCode
+from tfmiracle.coding import coder as coders
+from tfmiracle.coding.coder import Coder
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.keras_internals import has_losses
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
@@ -39,12 +42,10 @@ class BlockPosterior(keras.layers.Layer):
 
     Args:
       layout: where each weight has its place.
-      block_bits: bits of a candidate's index; a codebook has `2**block_bits`
-        candidates.
-      codebook: "per_block" (the paper's) or "shared" (one codebook for all blocks,
-        shuffled and flipped for each, which codes many blocks at once faster).
-      kl_bits: the budget, KL(Q || P) of each block in bits; `block_bits` by default,
-        as in the paper.
+      coder: how blocks will be coded, under the seed of the layout; minimal random
+        coding by default.
+      kl_bits: the budget, KL(Q || P) of each block in bits; by default the bits of its
+        code, as in the paper.
       log_scale_rate: how much faster the log coding scales learn than the means. The
         variable holds log rho / log_scale_rate, so that an optimizer that normalizes
         its steps (Adam) moves log rho by log_scale_rate times its learning rate. 1 is
@@ -57,15 +58,15 @@ class BlockPosterior(keras.layers.Layer):
     def __init__(
         self,
         layout: WeightLayout,
-        block_bits: int = 20,
-        codebook: str = "per_block",
+        coder: Coder | None = None,
         kl_bits: float | None = None,
         log_scale_rate: float = 1.0,
         **kwargs,
     ):
         super().__init__(dtype="float32", autocast=False, **kwargs)
-        codebooks.check_code(block_bits, codebook)
-        kl_bits = block_bits if kl_bits is None else kl_bits
+        coder = coders.get(coder or MinimalRandomCoder(), layout.seed)
+        if kl_bits is None:
+            kl_bits = coder.code.bits(layout.block_size)
         if not (0 <= kl_bits < math.inf):
             raise ValueError(
                 "`kl_bits` must be a finite number of at least 0, the KL of a block in "
@@ -73,8 +74,7 @@ class BlockPosterior(keras.layers.Layer):
             )
         _check_positive(log_scale_rate=log_scale_rate)
         self.layout = layout
-        self.block_bits = block_bits
-        self.codebook = codebook
+        self.coder = coder
         self.kl_bits = float(kl_bits)
         self.log_scale_rate = float(log_scale_rate)
         self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
@@ -90,9 +90,9 @@ class BlockPosterior(keras.layers.Layer):
         self._coded_log_ratio = self._add(
             "coded_log_ratio", self.block_shape, fixed=True
         )
-        self.indices = self.add_weight(
-            name="indices",
-            shape=(layout.num_blocks,),
+        self.codes = self.add_weight(
+            name="codes",
+            shape=(layout.num_blocks, *self.code.shape(layout.block_size)),
             dtype="int32",
             initializer=keras.initializers.Constant(-1),
             trainable=False,
@@ -101,6 +101,11 @@ class BlockPosterior(keras.layers.Layer):
             self._tables = _Tables(layout)
         self._compiled_values = _compiled(self._values)
         self.built = True
+
+    @property
+    def code(self) -> RandomCode:
+        """The random code of the blocks."""
+        return self.coder.code
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -196,7 +201,11 @@ class BlockPosterior(keras.layers.Layer):
         )
 
     def _is_fixed(self):
-        return tf.convert_to_tensor(self.indices) >= 0
+        return self._first_of(tf.convert_to_tensor(self.codes)) >= 0
+
+    def _first_of(self, codes):
+        """The first number of each code, -1 where a block is not fixed."""
+        return codes[(slice(None), *(0 for _ in codes.shape[1:]))]
 
     def _values(self, trained, state):
         *parameters, log_scale, scale = trained
@@ -233,7 +242,7 @@ class BlockPosterior(keras.layers.Layer):
             rows(self._tables.mask),
         )
         coded = rows(self._coded_loc), rows(self._coded_log_ratio)
-        fixed = rows(self.indices)[:, None] >= 0
+        fixed = self._first_of(rows(self.codes))[:, None] >= 0
         return tuple(tf.where(fixed, c, x) for c, x in zip(coded, current))
 
     def block_kl(self, blocks=slice(None)) -> tf.Tensor:
@@ -318,7 +327,7 @@ class BlockPosterior(keras.layers.Layer):
         log_scale = np.clip(log_scale, -_MAX_LOG_SCALE, _MAX_LOG_SCALE)
         self._raw_log_scale.assign(log_scale / self.log_scale_rate)
         self._final_scale.assign(np.zeros(self.layout.num_scales))
-        self.indices.assign(np.full(self.layout.num_blocks, -1))
+        self.codes.assign(np.full(self.codes.shape, -1))
         scale, mask = np.exp(log_scale), self.layout.mask()
         initial = [np.empty(v.shape, np.float32) for v in self._parameters()]
         rows = -(-_INITIALIZED // self.layout.block_size)
@@ -333,35 +342,27 @@ class BlockPosterior(keras.layers.Layer):
     @property
     def fixed(self) -> np.ndarray:
         """bool[num_blocks]: which blocks are fixed to a candidate."""
-        return keras.ops.convert_to_numpy(self.indices) >= 0
+        return self._first_of(keras.ops.convert_to_numpy(self.codes)) >= 0
 
-    def fix(self, blocks: Sequence[int], indices: Sequence[int]) -> None:
-        """Fixes blocks to candidates of their codebooks, now and for ever.
+    def fix(self, blocks: Sequence[int], codes: np.ndarray) -> None:
+        """Fixes blocks to what their codes stand for, now and for ever.
 
         Args:
           blocks: block numbers.
-          indices: index of the candidate of each block, below `2**block_bits`.
+          codes: the code of each block, see `RandomCode`.
 
         Raises:
-          ValueError: if the coding scale is not final yet, or an index is out of range.
+          ValueError: if the coding scale is not final yet, or a code is out of range.
         """
-        indices = np.asarray(indices)
-        if np.any((indices < 0) | (indices >= 2**self.block_bits)):
-            raise ValueError(
-                f"`indices` must be from 0 to {2**self.block_bits - 1}, which "
-                f"{self.block_bits} bits can say. Received: indices={indices}"
-            )
+        codes = np.asarray(codes)
+        self.code.check(codes)
         if not np.all(keras.ops.convert_to_numpy(self._final_scale) > 0):
             raise ValueError(
                 "The coding scale is still trained. Call `finalize_coding_scale()` "
                 "before the first block is fixed."
             )
-        candidates = codebooks.candidates(
-            self.layout.seed,
-            np.asarray(blocks),
-            indices,
-            self.layout.block_size,
-            shared=self.codebook == "shared",
+        candidates = self.code.candidates(
+            np.asarray(blocks), codes, self.layout.block_size
         )
         rows = np.asarray(blocks, np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
@@ -369,7 +370,7 @@ class BlockPosterior(keras.layers.Layer):
         self._coded_loc.value.scatter_nd_update(rows, loc)
         self._coded_log_ratio.value.scatter_nd_update(rows, log_ratio)
         self._candidates.value.scatter_nd_update(rows, candidates)
-        self.indices.value.scatter_nd_update(rows, indices.astype(np.int32))
+        self.codes.value.scatter_nd_update(rows, codes.astype(np.int32))
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -387,7 +388,7 @@ class MeanKLPosterior(BlockPosterior):
     not code before training has made up for that. The paper has a constant budget.
 
     Args:
-      layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
+      layout, coder, kl_bits, log_scale_rate: see `BlockPosterior`.
       quota_rate: how much faster quota logits learn than tau, see `log_scale_rate`.
       initial_budget: the budget at first, in multiples of `kl_bits`.
       annealing_steps: number of calls in training in which the budget falls to
@@ -473,7 +474,7 @@ class MeanVarPosterior(BlockPosterior):
     code is the less accurate for it, and `CompressionCallback` reports it.
 
     Args:
-      layout, block_bits, codebook, kl_bits, log_scale_rate: see `BlockPosterior`.
+      layout, coder, kl_bits, log_scale_rate: see `BlockPosterior`.
       log_stddev: initial log sigma.
       log_stddev_rate: how much faster log sigma learns than the mean, see
         `log_scale_rate`.
@@ -595,6 +596,8 @@ def posterior_over(
     *,
     block_size: int,
     seed: int,
+    block_bits: int | None = None,
+    codebook: str | None = None,
     hash_factors: Sequence[int] | None = None,
     scale_groups: Sequence[str] | None = None,
     warm_start: bool = False,
@@ -608,6 +611,7 @@ def posterior_over(
       variables: the variables.
       parameterization: a key of `PARAMETERIZATIONS`.
       block_size, seed: see `WeightLayout`.
+      block_bits, codebook: see `MinimalRandomCoder`.
       hash_factors: hash factor of each variable, 1 by default; see `CodedVariable`.
       scale_groups: a name for each variable; those with the same name share a coding
         scale. By default, those of the same layer do.
@@ -641,7 +645,9 @@ def posterior_over(
     cls = PARAMETERIZATIONS[parameterization]
     others = {name for c in PARAMETERIZATIONS.values() for name in c.OPTIONS}
     others.difference_update(cls.OPTIONS)
-    posterior = cls(layout, **{k: v for k, v in options.items() if k not in others})
+    coder = coders.get("mrc", block_bits=block_bits, codebook=codebook)
+    options = {k: v for k, v in options.items() if k not in others}
+    posterior = cls(layout, coder, **options)
     posterior.initialize(
         [keras.ops.convert_to_numpy(v) for v in variables],
         warm_start,

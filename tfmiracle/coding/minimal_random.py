@@ -18,20 +18,15 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfmiracle import philox
-from tfmiracle.codebook import (
-    PER_CALL,
-    candidates,
-    check_code,
-    normal_quantiles,
-    normals,
-    symmetry,
-)
+from tfmiracle.codebook import PER_CALL, normal_quantiles, normals, symmetry
+from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.coding.coder import Coder, EncodedBlocks, register_coder
 from tfmiracle.philox import Domain
 
 SELECTIONS = ("sample", "largest_weight")
@@ -46,29 +41,10 @@ _DIRECT_CHUNK, _PRODUCT_CHUNK = 1 << 14, 1 << 11  # candidates, on a CPU
 _PRODUCT_CONDITION = 1 << 14  # see _condition; keeps log weights to about 1e-3 nats
 
 
-class EncodedBlocks(NamedTuple):
-    """What `MinimalRandomCoder.encode` found for each block.
-
-    Attributes:
-      indices: int64 `[B]`, the chosen candidates.
-      log_weight: float32 `[B]`, log importance weight of the chosen candidate, in nats.
-      log_evidence: float32 `[B]`, log of the mean importance weight of all candidates,
-        in nats. Its ideal is 0; far below, the codebook is too small for the block's
-        KL divergence.
-    """
-
-    indices: np.ndarray
-    log_weight: np.ndarray
-    log_evidence: np.ndarray
-
-
+@register_coder
 @dataclasses.dataclass(frozen=True)
-class MinimalRandomCoder:
-    """Encodes blocks of independent Gaussian weights, and decodes them.
-
-    Everything is relative to the coding distribution P = N(nu, rho**2): a weight with
-    Q = N(mu, sigma**2) has loc = (mu - nu) / rho and log_scale = log(sigma / rho), and
-    a decoded z stands for the weight nu + rho * z.
+class MinimalRandomCoder(Coder):
+    """Chooses a candidate of a codebook for each block (Havasi et al. 2019).
 
     Attributes:
       block_bits: bits of an index, 0 to 28: there are K = 2**block_bits candidates.
@@ -84,46 +60,36 @@ class MinimalRandomCoder:
       ValueError: an attribute is out of range or an unknown name.
     """
 
-    block_bits: int
-    seed: int
-    codebook: str = "per_block"
-    selection: str = "sample"
+    identifier: ClassVar[str] = "mrc"
+    block_bits: int = 20
+    seed: int = 0
+    codebook: str = "shared"
+    selection: str = "largest_weight"
 
     def __post_init__(self) -> None:
-        check_code(self.block_bits, self.codebook)
-        philox.split_seed(self.seed)
+        _ = self.code  # checks what it is made of
         if self.selection not in SELECTIONS:
             raise ValueError(
                 f"`selection` must be one of {SELECTIONS}. "
                 f"Received: selection={self.selection!r}"
             )
 
+    @property
+    def code(self) -> MinimalRandomCode:
+        return MinimalRandomCode(self.seed, self.block_bits, self.codebook)
+
     def encode(
         self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
     ) -> EncodedBlocks:
-        """Chooses a candidate for each block.
-
-        A dimension with loc = log_scale = 0, such as padding, contributes exactly
-        nothing to any weight.
+        """Chooses a candidate for each block, see `Coder.encode`.
 
         The leaf is chosen by float32 weights, whose logarithms are good to about 1e-6
         of the largest term in them, or to about 1e-3 nats where a shared codebook is
         scored by matrix products. Within the leaf everything is float64. But for this
         rounding, a block's index does not depend on the other blocks of the call.
-
-        Args:
-          blocks: integers `[B]` from 0 to 2**32 - 1, the numbers of the blocks.
-          loc: float32 `[B, D]`, (mu - nu) / rho.
-          log_scale: float32 `[B, D]`, log(sigma / rho), from -80 to 80 nats.
-
-        Returns:
-          `EncodedBlocks`.
-
-        Raises:
-          ValueError: shapes do not fit, or a block has a value out of range.
         """
         blocks, loc, log_scale = _checked(blocks, loc, log_scale)
-        if self.codebook == "shared":
+        if self.code.shared:
             # Instead of the codebook, shuffle and flip what it is compared with.
             shuffle, flip = symmetry(self.seed, blocks, loc.shape[1])
             inverse = np.argsort(shuffle, axis=1)
@@ -170,29 +136,9 @@ class MinimalRandomCoder:
             encode_batch(rows, parts, pool.map)
         return result
 
-    def decode(
-        self, blocks: np.ndarray, indices: np.ndarray, block_size: int
-    ) -> np.ndarray:
-        """Returns the candidates at `indices`: float32 `[B, D]`, standard normal.
-
-        The same as `tfmiracle.codebook.candidates`, which needs no TensorFlow.
-
-        Raises:
-          ValueError: an argument is out of range, or shapes do not fit.
-        """
-        indices = philox.as_uint32("indices", indices)
-        last = (1 << self.block_bits) - 1
-        if indices.size and indices.max() > last:
-            raise ValueError(
-                f"indices holds {indices.max()}; with block_bits = {self.block_bits}, "
-                f"pass integers from 0 to {last}."
-            )
-        shared = self.codebook == "shared"
-        return candidates(self.seed, blocks, indices, block_size, shared)
-
     def _address(self, block: int) -> tuple[tuple[int, int], int, int]:
         """Returns the key, and domain and stream of a block's candidates."""
-        shared = self.codebook == "shared"
+        shared = self.code.shared
         domain = Domain.SHARED_CODEBOOK if shared else Domain.CODEBOOK
         return philox.split_seed(self.seed), domain, 0 if shared else block
 
@@ -201,7 +147,7 @@ class MinimalRandomCoder:
         batches = []
         alone = np.ones(len(loc), bool)
         # A GPU may round products to TensorFloat-32, and does well without them.
-        if self.codebook == "shared" and not _on_gpu():
+        if self.code.shared and not _on_gpu():
             rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
             leaves = (1 << self.block_bits) // leaf_size(self.block_bits)
             most = min(_PRODUCT_MAX, _MAX_LEAVES // leaves)

@@ -1,0 +1,1 @@
+"""What decoding needs, on NumPy alone."""

@@ -1,0 +1,218 @@
+"""Random codes: which weights the bits of a block stand for. Needs NumPy only.
+
+A code is one frozen object. Posterior, coder, file and decoder hold the same one, so
+that what is trained, coded, written and decoded agree by construction.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from tfmiracle import codebook as codebooks
+from tfmiracle import philox
+
+
+class RandomCode(abc.ABC):
+    """Pseudo-random standard normal vectors, each addressed by the code of a block.
+
+    In memory the code of a block is an array of integers below 2**31, of a fixed
+    `shape`; `pack` and `unpack` make bytes of the codes of many blocks. Whoever has a
+    code of their own derives a frozen dataclass, whose fields are `seed` and integers
+    of at least 0, and registers it with `register_code`, here and where files of it are
+    decoded.
+
+    Attributes:
+      identifier: name of the kind of code in a file, printable ASCII.
+      seed: unsigned 64-bit integer that everything random depends on.
+    """
+
+    identifier: ClassVar[str]
+    seed: int
+
+    def shape(self, block_size: int) -> tuple[int, ...]:
+        """Shape of the code of one block; by default it is one integer."""
+        return ()
+
+    @abc.abstractmethod
+    def bits(self, block_size: int) -> float:
+        """Bits that a block of `block_size` weights takes in a file, on average."""
+
+    @abc.abstractmethod
+    def check(self, codes: np.ndarray) -> None:
+        """Raises a ValueError unless all of `codes`, `[B, *shape]`, are in range."""
+
+    @abc.abstractmethod
+    def candidates(
+        self, blocks: np.ndarray, codes: np.ndarray, block_size: int
+    ) -> np.ndarray:
+        """What codes stand for.
+
+        Args:
+          blocks: integers `[B]` from 0 to 2**32 - 1, the numbers of the blocks.
+          codes: integers `[B, *shape]`, their codes.
+          block_size: number of weights in a block.
+
+        Returns:
+          float32 `[B, block_size]`, the same bits on every platform. A weight is the
+          mean plus the standard deviation of the coding distribution times this.
+        """
+
+    @abc.abstractmethod
+    def pack(self, codes: np.ndarray, block_size: int) -> bytes:
+        """The codes of blocks 0 to B - 1, `[B, *shape]`, as bytes."""
+
+    @abc.abstractmethod
+    def unpack(self, packed: bytes, num_blocks: int, block_size: int) -> np.ndarray:
+        """Reverses `pack`, trusting nothing in `packed`.
+
+        Raises:
+          ValueError: if no codes of `num_blocks` blocks give these bytes.
+        """
+
+    def parameters(self) -> tuple[int, ...]:
+        """The fields after `seed`, as a file holds them."""
+        return tuple(
+            int(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "seed"
+        )
+
+    @classmethod
+    def from_parameters(cls, seed: int, parameters: Sequence[int]) -> "RandomCode":
+        """Reverses `parameters`.
+
+        Raises:
+          ValueError: if there are too many or too few, or one is out of range.
+        """
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "seed"]
+        if len(parameters) != len(names):
+            raise ValueError(
+                f"A code of kind {cls.identifier!r} has {len(names)} parameters "
+                f"({', '.join(names)}). Received: {list(parameters)}"
+            )
+        return cls(seed=seed, **dict(zip(names, parameters, strict=True)))
+
+
+_CODES: dict[str, type[RandomCode]] = {}
+
+
+def register_code(cls: type[RandomCode]) -> type[RandomCode]:
+    """Class decorator: makes files of a kind of code readable in this process.
+
+    Raises:
+      ValueError: if the identifier is not printable ASCII, or another class has it.
+    """
+    name = cls.identifier
+    if not (name and name.isascii() and name.isprintable()):
+        raise ValueError(
+            f"`identifier` must be printable ASCII. Received: identifier={name!r}"
+        )
+    if _CODES.get(name, cls).__qualname__ != cls.__qualname__:
+        raise ValueError(
+            f"`identifier` {name!r} is that of {_CODES[name].__qualname__}. Choose "
+            "another one."
+        )
+    _CODES[name] = cls
+    return cls
+
+
+def code_class(identifier: str) -> type[RandomCode]:
+    """The class of a registered kind of code.
+
+    Raises:
+      ValueError: if there is none of this name.
+    """
+    if identifier not in _CODES:
+        raise ValueError(
+            f"There is no random code {identifier!r} here, only {sorted(_CODES)}. "
+            "Import the module that registers it (`tfmiracle.codec.code.register_code`)"
+            ", or install a newer tfmiracle."
+        )
+    return _CODES[identifier]
+
+
+@register_code
+@dataclasses.dataclass(frozen=True)
+class MinimalRandomCode(RandomCode):
+    """Codebooks of 2**block_bits candidates (Havasi et al. 2019).
+
+    The code of a block is the index of one of them.
+
+    Attributes:
+      seed: see `RandomCode`.
+      block_bits: bits of an index, 0 to 28.
+      codebook: "per_block" has a codebook for each block, "shared" one for all, which
+        each block sees shuffled and flipped (`tfmiracle.codebook.symmetry`).
+
+    Raises:
+      ValueError: an attribute is out of range or an unknown name.
+    """
+
+    identifier: ClassVar[str] = "mrc"
+    seed: int = 0
+    block_bits: int = 20
+    codebook: str = "shared"
+
+    def __post_init__(self):
+        codebooks.check_code(self.block_bits, self.codebook)
+        philox.split_seed(self.seed)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all blocks have one codebook."""
+        return self.codebook == "shared"
+
+    def bits(self, block_size: int) -> float:
+        return self.block_bits
+
+    def check(self, codes: np.ndarray) -> None:
+        if np.any((codes < 0) | (codes >= 2**self.block_bits)):
+            raise ValueError(
+                f"`codes` must be from 0 to {2**self.block_bits - 1}, which "
+                f"{self.block_bits} bits can say. Received: codes={codes}"
+            )
+
+    def candidates(
+        self, blocks: np.ndarray, codes: np.ndarray, block_size: int
+    ) -> np.ndarray:
+        return codebooks.candidates(self.seed, blocks, codes, block_size, self.shared)
+
+    def pack(self, codes: np.ndarray, block_size: int) -> bytes:
+        # A stream of bits, each index and each byte low bit first.
+        shifts = np.arange(self.block_bits, dtype=np.uint32)
+        bits = (np.asarray(codes, np.uint32)[:, None] >> shifts) & 1
+        return np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
+
+    def unpack(self, packed: bytes, num_blocks: int, block_size: int) -> np.ndarray:
+        size = -(-num_blocks * self.block_bits // 8)
+        if len(packed) != size:
+            raise ValueError(
+                f"{num_blocks} indices of {self.block_bits} bits take {size} bytes; "
+                f"there are {len(packed)}."
+            )
+        flat = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        if flat[num_blocks * self.block_bits :].any():
+            raise ValueError("Bits after the last index are not zero.")
+        table = flat[: num_blocks * self.block_bits].reshape(num_blocks, -1)
+        indices = np.zeros(num_blocks, np.int64)
+        for bit in range(self.block_bits):
+            indices |= table[:, bit].astype(np.int64) << bit
+        return indices
+
+    def parameters(self) -> tuple[int, ...]:
+        return self.block_bits, codebooks.CODEBOOKS.index(self.codebook)
+
+    @classmethod
+    def from_parameters(
+        cls, seed: int, parameters: Sequence[int]
+    ) -> "MinimalRandomCode":
+        known = range(len(codebooks.CODEBOOKS))
+        if len(parameters) != 2 or parameters[1] not in known:
+            raise ValueError(
+                "Minimal random coding has two parameters, bits of an index and number "
+                f"of the codebook, below {len(known)}. Received: {list(parameters)}"
+            )
+        return cls(seed, parameters[0], codebooks.CODEBOOKS[parameters[1]])

@@ -1,0 +1,1 @@
+"""Coding a sample of a posterior: one module for each coder."""
