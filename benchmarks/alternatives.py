@@ -16,7 +16,7 @@ from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.coding.minimal_random import EncodedBlocks, MinimalRandomCoder
 from tfmiracle.layout import WeightLayout
 from tfmiracle.models import VariationalModel
-from tfmiracle.posterior import BlockPosterior
+from tfmiracle.posteriors.block_posterior import BlockPosterior
 
 CANDIDATES = 4
 JUDGES = 1000  # training images

@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import dataclasses
 import os
 import pathlib
 import struct
@@ -29,11 +30,16 @@ def join_sections(payloads, start=b"MRCL\x01"):
     return data
 
 
-def with_coder(options):
-    """Options of a posterior, a coder instead of `block_bits` and `codebook`."""
-    names = options.keys() & {"block_bits", "codebook"}
-    coder = MinimalRandomCoder(**{name: options[name] for name in names})
-    return {"coder": coder, **{k: v for k, v in options.items() if k not in names}}
+def posterior_of(specification, layout, **options):
+    """A posterior, given options of it, of its specification and of its coder."""
+
+    def take(cls):
+        names = {field.name for field in dataclasses.fields(cls)} & options.keys()
+        return {name: options.pop(name) for name in names}
+
+    made = specification(**take(specification))
+    coder = MinimalRandomCoder(**take(MinimalRandomCoder))
+    return made.posterior(layout, coder=coder, **options)
 
 
 BLOCK = """

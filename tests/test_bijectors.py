@@ -1,11 +1,11 @@
-"""`MeanKL` as a bijector, in the way TensorFlow Probability tests its own."""
+"""`MeanKLBijector` as a bijector, in the way TensorFlow Probability tests its own."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from tfmiracle.bijectors import MeanKL
+from tfmiracle.bijectors import MeanKLBijector
 
 tfd = tfp.distributions
 NU, RHO = 0.3, 0.2
@@ -18,7 +18,7 @@ def parameters(n=500, dtype=np.float64, max_log_kappa=4.0):
 
 
 def bijector(dtype=np.float64, **kwargs):
-    return MeanKL(dtype(NU), dtype(RHO), **kwargs)
+    return MeanKLBijector(dtype(NU), dtype(RHO), **kwargs)
 
 
 # Bijectors cache what they have computed for a tensor object: a fresh one makes the
@@ -82,7 +82,7 @@ def test_log_det_jacobian_matches_autodiff():
 
 def test_log_det_jacobian_is_finite_for_extreme_parameters():
     x = tf.constant([[0, 1e-37], [100, 1e-30], [-3e38, 1e30], [100, 1e4], [0, 1e30]])
-    b = MeanKL()
+    b = MeanKLBijector()
     with tf.GradientTape() as tape:
         tape.watch(x)
         fldj = b.forward_log_det_jacobian(x)
@@ -92,7 +92,7 @@ def test_log_det_jacobian_is_finite_for_extreme_parameters():
 
 
 def test_batch_shapes():
-    b = MeanKL(loc=tf.zeros([3]), scale=tf.ones([2, 1, 1]))
+    b = MeanKLBijector(loc=tf.zeros([3]), scale=tf.ones([2, 1, 1]))
     assert b.experimental_batch_shape() == (2, 1, 3)
     x = tf.ones([4, 1, 2])
     y = b.forward(x)
@@ -115,12 +115,12 @@ def test_crosses_a_function_boundary(jit_compile):
 
     x = parameters(20, np.float32)
     for scale in (0.5, 2.0):
-        b = MeanKL(loc=1.0, scale=scale)
+        b = MeanKLBijector(loc=1.0, scale=scale)
         y, fldj, back = evaluate(b, x)
         np.testing.assert_allclose(y, b.forward(x), rtol=1e-5, atol=1e-6)
         expected = b.forward_log_det_jacobian(x)
         np.testing.assert_allclose(fldj, expected, rtol=1e-5, atol=1e-6)
-        assert isinstance(back, MeanKL)
+        assert isinstance(back, MeanKLBijector)
         assert back.scale == scale
     assert len(traces) == 1
 
@@ -128,7 +128,7 @@ def test_crosses_a_function_boundary(jit_compile):
 def test_variables_stay_live_and_trainable():
     loc, log_scale = tf.Variable(0.0), tf.Variable(0.0)
     scale = tfp.util.DeferredTensor(log_scale, tf.exp)
-    b = MeanKL(loc, scale, validate_args=True)
+    b = MeanKLBijector(loc, scale, validate_args=True)
     assert len(b.trainable_variables) == 2
     x = tf.constant([[0.4, 1.3]])
     before = b.forward(fresh(x))
@@ -154,8 +154,8 @@ def test_inverse_is_differentiable():
 def test_validate_args():
     error = tf.errors.InvalidArgumentError
     with pytest.raises(error, match=r"`scale` of the coding distribution"):
-        MeanKL(scale=[1.0, 0.0], validate_args=True)
-    b = MeanKL(validate_args=True)
+        MeanKLBijector(scale=[1.0, 0.0], validate_args=True)
+    b = MeanKLBijector(validate_args=True)
     for method in (b.forward, b.forward_log_det_jacobian):
         with pytest.raises(error, match=r"`kappa`.* must be positive"):
             method([[0.0, 0.0]])
@@ -169,12 +169,12 @@ def test_validate_args():
 
 def test_needs_a_last_axis_of_two():
     with pytest.raises(tf.errors.InvalidArgumentError, match="must equal 2"):
-        MeanKL().forward([1.0, 2.0, 3.0])
+        MeanKLBijector().forward([1.0, 2.0, 3.0])
 
 
 def test_parameter_properties():
-    properties = MeanKL.parameter_properties(dtype=tf.float32)
+    properties = MeanKLBijector.parameter_properties(dtype=tf.float32)
     constrain = properties["scale"].default_constraining_bijector_fn()
     assert constrain.forward(-50.0) > 0
-    copy = MeanKL(0.5, 2.0).copy(loc=1.0)
+    copy = MeanKLBijector(0.5, 2.0).copy(loc=1.0)
     np.testing.assert_allclose(copy.forward([0.0, 1e-10])[0], 1.0)

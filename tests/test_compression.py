@@ -25,7 +25,7 @@ from tfmiracle.datasets import load_dataset
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
-from tfmiracle.posterior import MeanVarPosterior
+from tfmiracle.posteriors.mean_var_posterior import MeanVarPosterior
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(

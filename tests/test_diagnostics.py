@@ -10,7 +10,7 @@ import tensorflow_probability as tfp
 import tfmiracle
 from tfmiracle import predict_ensemble, variable_summary
 from tfmiracle.models import posteriors
-from tfmiracle.posterior import BlockPosterior
+from tfmiracle.posteriors.block_posterior import BlockPosterior
 
 
 def whole(parameterization="mean_kl"):

@@ -73,7 +73,7 @@ from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.network import to_network
-from tfmiracle.posterior import PARAMETERIZATIONS
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 
 PARTS = ("mean_kl", "mean_var")
 for kind in ("intra", "inter"):
@@ -87,8 +87,9 @@ def of_golden_file(name, parameterization):
         coder = MinimalRandomCoder(
             group.code.block_bits, codebook=group.code.codebook
         )
-        made = PARAMETERIZATIONS[parameterization](group.layout, coder)
-        made._final_scale.assign(group.scales)
+        specification = PARAMETERIZATIONS.get(parameterization)
+        made = specification.posterior(group.layout, coder=coder)
+        made.p._final_scale.assign(group.scales)
         made.fix(np.arange(group.layout.num_blocks), group.codes)
         yield made
 

@@ -13,7 +13,8 @@ from keras import layers
 import tfmiracle
 from tfmiracle.layers import MeanKLLayer
 from tfmiracle.models import posteriors
-from tfmiracle.posterior import BlockPosterior
+from tfmiracle.posteriors.block_posterior import BlockPosterior
+from tfmiracle.posteriors.parameterization import MeanKL
 
 LN2 = math.log(2)
 
@@ -121,14 +122,26 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
         "kl_bits": 9.5,
         "codebook": "shared",
         "log_scale": -1.5,
-        "quota_rate": 3.0,
-        "initial_budget": 4.0,
-        "annealing_steps": 100,
         "log_scale_rate": 2.0,
         "seed": 2**63,
+        "selection": "sample",
+        "coder": "mrc",
+        "prior": "zero",
+        "parameterization": MeanKL(3.0, 4.0, 100),
     }
     assert sorted(options) == sorted(MeanKLLayer.OPTIONS)
     layer = class_of(name)(**arguments, **common, **options)
+    for name in ("block_bits", "codebook", "selection"):
+        del options[name]  # part of the coder
+    options["parameterization"] = {
+        "name": "mean_kl",
+        "config": {"quota_rate": 3.0, "initial_budget": 4.0, "annealing_steps": 100},
+    }
+    options["coder"] = {
+        "name": "mrc",
+        "config": {"block_bits": 11, "codebook": "shared", "selection": "sample"},
+    }
+    options["prior"] = {"name": "zero", "config": {}}
     assert layer.get_config() == {**plain.get_config(), **options}
     # Also from Keras' own configuration, and back from its own.
     assert class_of(name).from_config(plain.get_config()).name == "mine"
@@ -144,9 +157,8 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
     assert posterior.code.block_bits == 11
     assert posterior.kl_bits == 9.5
     assert posterior.code.codebook == "shared"
-    assert posterior.quota_rate == 3.0
-    assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
-    assert posterior.log_scale_rate == 2.0
+    assert posterior.parameterization == MeanKL(3.0, 4.0, 100)
+    assert posterior.coder.selection == "sample"
     np.testing.assert_allclose(posterior.coding_scale, math.exp(-1.5), rtol=1e-6)
 
 
@@ -243,7 +255,7 @@ def stripes(n=64):
 
 
 def test_a_convolutional_network_learns():
-    model = image_net(quota_rate=5.0)
+    model = image_net()
     model.compile(
         keras.optimizers.Adam(0.02),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -502,15 +514,16 @@ def test_embeddings_are_not_compiled_for_each_length(monkeypatch):
         ({"kl_bits": -2}, "`kl_bits`.*=-2"),
         ({"codebook": "other"}, "`codebook`.*'other'"),
         ({"log_scale": math.nan}, "`log_scale`.*=nan"),
-        ({"quota_rate": 0}, "`quota_rate`.*=0"),
+        ({"parameterization": "mine"}, "`parameterization`.*'mine'"),
+        ({"coder": "mine"}, "`coder`.*'mine'"),
+        ({"prior": "mine"}, "`prior`.*'mine'"),
         ({"log_scale_rate": -1}, "`log_scale_rate`.*=-1"),
         ({"seed": -1}, "seed = -1"),
     ],
 )
 def test_bad_options(options, message):
-    layer = tfmiracle.MeanKLDense(2, **options)
     with pytest.raises(ValueError, match=message):
-        layer.build((None, 3))
+        tfmiracle.MeanKLDense(2, **options).build((None, 3))
 
 
 def test_before_it_is_built():

@@ -567,7 +567,7 @@ def test_deterministic_training_of_a_hashed_net_and_a_warm_start_from_it(eager):
     options = {"block_size": 4, "seed": 3, "rules": {"kernel": "hash=3"}}
     net = sequential()
     model = VariationalModel(net, "deterministic", **options)
-    assert [v.name for v in model.trainable_variables] == ["log_coding_scale", "loc"]
+    assert [v.name for v in model.trainable_variables] == ["loc", "log_coding_scale"]
     assert_same(model(X, training=True), model(X, training=False))
     target = X[:, :3]
     model.compile(keras.optimizers.Adam(0.1), "mse")
@@ -576,9 +576,7 @@ def test_deterministic_training_of_a_hashed_net_and_a_warm_start_from_it(eager):
     expected = model(X)
     assert_same(model.materialize()(X), expected)
     # The same hashes: the start loses nothing but what the budget forbids.
-    warm = VariationalModel(
-        net, warm_start=True, kl_bits=1e4, **options, quota_rate=2.0
-    )
+    warm = VariationalModel(net, warm_start=True, kl_bits=1e4, **options)
     np.testing.assert_allclose(warm(X), expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(warm(X, training=True), expected, rtol=1e-3, atol=1e-3)
     other = VariationalModel(
@@ -599,16 +597,27 @@ def test_warm_start_takes_the_weights_as_they_are(eager):
 
 def test_configuration_round_trip():
     options = {
-        "parameterization": "mean_kl",
+        "parameterization": {
+            "name": "mean_kl",
+            "config": {
+                "quota_rate": 3.0,
+                "initial_budget": 4.0,
+                "annealing_steps": 100,
+            },
+        },
+        "coder": {
+            "name": "mrc",
+            "config": {
+                "block_bits": 11,
+                "codebook": "per_block",
+                "selection": "sample",
+            },
+        },
+        "prior": {"name": "zero", "config": {}},
         "block_size": 7,
-        "block_bits": 11,
         "kl_bits": 9.5,
-        "codebook": "shared",
         "rules": {"kernel": "hash=2 own_scale", "*/bias": "store=float16"},
         "log_scale": -1.5,
-        "quota_rate": 3.0,
-        "initial_budget": 4.0,
-        "annealing_steps": 100,
         "log_scale_rate": 2.0,
         "l2": 0.25,
         "seed": 2**64 - 1,
@@ -623,10 +632,9 @@ def test_configuration_round_trip():
     posterior = copy.block_posterior
     assert posterior.layout.variables == model.block_posterior.layout.variables
     assert posterior.layout.seed == 2**64 - 1
-    assert posterior.code.codebook == "shared"
+    assert posterior.code.codebook == "per_block"
     assert (posterior.code.block_bits, posterior.kl_bits) == (11, 9.5)
-    assert (posterior.quota_rate, posterior.log_scale_rate) == (3.0, 2.0)
-    assert (posterior.initial_budget, posterior.annealing_steps) == (4.0, 100)
+    assert posterior.parameterization == tfmiracle.MeanKL(3.0, 4.0, 100)
     clone = keras.models.clone_model(model)
     assert clone.get_config()["treatments"] == config["treatments"]
 

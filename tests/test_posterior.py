@@ -13,18 +13,15 @@ import tensorflow as tf
 import tensorflow_probability as tfp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import with_coder
+from support import posterior_of
 
-from tfmiracle import posterior as posterior_module
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode_blocks
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import CodedGroup
-from tfmiracle.posterior import (
-    PARAMETERIZATIONS,
-    DeterministicPosterior,
-    MeanKLPosterior,
-    posterior_over,
-)
+from tfmiracle.posteriors import block_posterior as posterior_module
+from tfmiracle.posteriors.block_posterior import posterior_over
+from tfmiracle.posteriors.parameterization import Deterministic, MeanKL, MeanVar
 
 DETERMINISTIC = settings(max_examples=25, deadline=None, derandomize=True)
 LN2 = math.log(2)
@@ -45,11 +42,10 @@ def layout(variables=HASHED, block_size=6, seed=1):
 
 def random_posterior(variables=HASHED, block_size=6, seed=1, spread=1.5, **options):
     """Parameters far from their start, everywhere different."""
-    posterior = MeanKLPosterior(
-        layout(variables, block_size, seed), **with_coder(options)
-    )
+    options = {"quota_rate": 1.0, **options}
+    posterior = posterior_of(MeanKL, layout(variables, block_size, seed), **options)
     rng = np.random.default_rng(seed)
-    for v, center in zip(posterior.trainable_variables, (-2, 0, 0), strict=True):
+    for v, center in zip(posterior.trainable_variables, (0, 0, -2), strict=True):
         v.assign(center + spread * rng.normal(size=v.shape))
     return posterior
 
@@ -90,13 +86,13 @@ parameters = st.one_of(
 )
 def test_no_finite_parameter_breaks_the_budget(numbers, log_scale, kl, size, rate):
     coded = [CodedVariable((4,), 1, 0), CodedVariable((3,), 1, 1)]
-    posterior = MeanKLPosterior(
-        layout(coded, size), kl_bits=kl, quota_rate=rate, log_scale_rate=rate
+    posterior = posterior_of(
+        MeanKL, layout(coded, size), kl_bits=kl, quota_rate=rate, log_scale_rate=rate
     )
     numbers = np.resize(np.array(numbers, np.float32), (2, *posterior.block_shape))
     posterior.tau.assign(numbers[0])
     posterior.quota_logits.assign(numbers[1])
-    posterior.trainable_variables[0].assign(log_scale[:2])
+    posterior.p._raw_log_scale.assign(log_scale[:2])
     np.testing.assert_allclose(posterior.block_kl(), kl * LN2, rtol=2e-6)
     assert posterior.block_kl().shape == [posterior.layout.num_blocks]
     assert np.all(np.isfinite(posterior.coding_scale) & (posterior.coding_scale > 0))
@@ -196,7 +192,7 @@ def test_samples_and_gradients_match_the_paper(mode, kl_bits, noise, request):
     with tf.GradientTape() as tape:
         weights = tf.concat(posterior(training=True), 0)
         total = tf.reduce_sum(weights * upstream)
-    log_rho, tau, logits = posterior.trainable_variables
+    tau, logits, log_rho = posterior.trainable_variables
     gradient = tape.gradient(total, [log_rho, tau, logits])
     slots = posterior.layout.slots.reshape(-1)
     expected = np.zeros(9)
@@ -289,9 +285,9 @@ def test_entries_of_a_hashed_weight_are_one_sample(eager):
 
 
 def test_cold_start_is_the_papers():
-    posterior = MeanKLPosterior(layout())
+    posterior = posterior_of(MeanKL, layout())
     values = random_values(size=0.3)
-    posterior.initialize(values)
+    posterior.initialize(values, warm=False)
     np.testing.assert_allclose(posterior.coding_scale, math.exp(-2), rtol=1e-6)
     np.testing.assert_array_equal(posterior.quota_logits.numpy(), 0)
     rho = math.exp(-2)
@@ -309,7 +305,7 @@ def test_cold_start_is_the_papers():
 
 @pytest.mark.parametrize("warm_log_scale", [0.0, 1.0])
 def test_warm_start(warm_log_scale):
-    posterior = MeanKLPosterior(layout(), quota_rate=3.0, log_scale_rate=2.0)
+    posterior = posterior_of(MeanKL, layout(), quota_rate=3.0, log_scale_rate=2.0)
     values = [v * s for v, s in zip(random_values(), (1.0, 1.0, 30.0), strict=True)]
     posterior.initialize(values, True, 5.0, warm_log_scale)
     effective = posterior.layout.to_effective(posterior.layout.project(values))
@@ -319,7 +315,7 @@ def test_warm_start(warm_log_scale):
     np.testing.assert_allclose(posterior.coding_scale, rho, rtol=1e-6)
     z = posterior.layout.to_blocks(effective / np.repeat(rho, [25, 18]))
     mask = posterior.layout.mask()
-    logits = posterior.quota_rate * posterior.quota_logits.numpy()
+    logits = posterior.parameterization.quota_rate * posterior.quota_logits.numpy()
     np.testing.assert_allclose(logits[mask], np.log(z**2 + 0.5)[mask], rtol=1e-5)
     np.testing.assert_array_equal(logits[~mask], 0)
     # The mean is the weight wherever its share allows.
@@ -332,14 +328,14 @@ def test_warm_start(warm_log_scale):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("parameterization", PARAMETERIZATIONS.values())
+@pytest.mark.parametrize("parameterization", (MeanKL, MeanVar, Deterministic))
 def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
     parameterization, monkeypatch
 ):
     starts = []
     for count in (1, 7, 1 << 20):
         monkeypatch.setattr(posterior_module, "_INITIALIZED", count)
-        made = parameterization(layout())
+        made = posterior_of(parameterization, layout())
         made.initialize(random_values(), warm=True)
         parameters = [p.numpy().ravel() for p in made._parameters()]
         starts.append(np.concatenate(parameters))
@@ -352,7 +348,7 @@ def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
 @pytest.mark.parametrize("kl_bits", [0, 20])
 def test_any_finite_values_give_a_finite_start(warm, size, kl_bits):
-    posterior = MeanKLPosterior(layout(), kl_bits=kl_bits)
+    posterior = posterior_of(MeanKL, layout(), kl_bits=kl_bits)
     posterior.initialize(random_values(size=size), warm)
     for v in posterior.trainable_variables:
         assert np.all(np.isfinite(v.numpy()))
@@ -365,32 +361,32 @@ def test_any_finite_values_give_a_finite_start(warm, size, kl_bits):
 
 @pytest.mark.parametrize("log_scale", [-1000, -70.0, 70, 1e308])
 def test_extreme_initial_scales_are_clipped(log_scale):
-    posterior = MeanKLPosterior(layout())
-    posterior.initialize(random_values(), log_scale=log_scale)
+    posterior = posterior_of(MeanKL, layout())
+    posterior.initialize(random_values(), warm=False, log_scale=log_scale)
     expected = math.exp(math.copysign(60, log_scale))
     np.testing.assert_allclose(posterior.coding_scale, expected, rtol=1e-5)
 
 
 def test_starting_again_frees_everything():
-    posterior = MeanKLPosterior(layout())
-    posterior.initialize(random_values())
+    posterior = posterior_of(MeanKL, layout())
+    posterior.initialize(random_values(), warm=False)
     start = [v.numpy() for v in posterior.variables]
     posterior.finalize_coding_scale()
     posterior.fix([1, 2], [3, 4])
-    posterior.initialize(random_values(), log_scale=-1.0)
+    posterior.initialize(random_values(), warm=False, log_scale=-1.0)
     assert not posterior.fixed.any()
     np.testing.assert_allclose(posterior.coding_scale, math.exp(-1), rtol=1e-6)
-    posterior.initialize(random_values())
+    posterior.initialize(random_values(), warm=False)
     for v, value in zip(posterior.variables, start, strict=True):
-        if v.name not in ("candidates", "coded_loc", "coded_log_ratio"):
+        if v.name not in ("decoded", "coded_loc", "coded_log_ratio"):
             np.testing.assert_array_equal(v.numpy(), value)
 
 
 def test_the_budget_falls_in_training():
-    made = MeanKLPosterior(layout(), initial_budget=8.0, annealing_steps=3)
+    made = posterior_of(MeanKL, layout(), initial_budget=8.0, annealing_steps=3)
     made.initialize(random_values(), warm=True)
     # A start that 20 bits forbid.
-    exact = MeanKLPosterior(layout(), kl_bits=160)
+    exact = posterior_of(MeanKL, layout(), kl_bits=160)
     exact.initialize(random_values(), warm=True)
     for ours, theirs in zip(made.standardized(), exact.standardized(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
@@ -410,8 +406,8 @@ def test_the_budget_falls_in_training():
 
 def test_rates_only_rescale_the_variables():
     values = random_values()
-    plain = MeanKLPosterior(layout())
-    fast = MeanKLPosterior(layout(), quota_rate=5.0, log_scale_rate=3.0)
+    plain = posterior_of(MeanKL, layout(), quota_rate=1.0)
+    fast = posterior_of(MeanKL, layout(), quota_rate=5.0, log_scale_rate=3.0)
     gradients = []
     for posterior in (plain, fast):
         posterior.initialize(values, warm=True)
@@ -420,10 +416,10 @@ def test_rates_only_rescale_the_variables():
             total = tf.reduce_sum(loc) + tf.reduce_sum(scale**2)
         gradients.append(tape.gradient(total, posterior.trainable_variables))
     for v, w, rate in zip(
-        plain.trainable_variables, fast.trainable_variables, (3, 1, 5), strict=True
+        plain.trainable_variables, fast.trainable_variables, (1, 5, 3), strict=True
     ):
         np.testing.assert_allclose(v.numpy(), rate * w.numpy(), rtol=1e-6)
-    for g, h, rate in zip(*gradients, (3, 1, 5), strict=True):
+    for g, h, rate in zip(*gradients, (1, 5, 3), strict=True):
         np.testing.assert_allclose(rate * g, h, rtol=1e-4, atol=1e-6)
     for a, b in zip(plain.standardized(), fast.standardized(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -547,7 +543,7 @@ def test_fixed_blocks_get_no_gradient(eager):
     posterior.fix([2, 5], [9, 9])
     with tf.GradientTape() as tape:
         total = tf.add_n([tf.reduce_sum(v**2) for v in posterior(training=True)])
-    scale, *gradients = tape.gradient(total, posterior.trainable_variables)
+    *gradients, scale = tape.gradient(total, posterior.trainable_variables)
     np.testing.assert_array_equal(scale, 0)
     for gradient in gradients:
         has = np.any(gradient.numpy(), axis=1)
@@ -559,9 +555,9 @@ def test_padding_of_a_fixed_block_has_no_value():
     posterior = random_posterior()
     posterior.finalize_coding_scale()
     posterior.fix([7], [3])
-    candidates = {v.name: v for v in posterior.variables}["candidates"].numpy()
-    assert candidates[7, 0] != 0
-    np.testing.assert_array_equal(candidates[7, 1:], 0)
+    decoded = {v.name: v for v in posterior.variables}["decoded"].numpy()
+    assert decoded[7, 0] != 0
+    np.testing.assert_array_equal(decoded[7, 1:], 0)
 
 
 def test_fixing_is_seen_by_a_traced_function():
@@ -639,7 +635,7 @@ def test_gradients_reach_the_parameters_through_the_distributions():
     rho = np.repeat(posterior.coding_scale, [25, 18])
     terms = (x / rho) ** 2 - 1
     np.testing.assert_allclose(
-        tape.gradient(of_p, variables[0]), [terms[:25].sum(), terms[25:].sum()], 1e-4
+        tape.gradient(of_p, variables[-1]), [terms[:25].sum(), terms[25:].sum()], 1e-4
     )
 
 
@@ -654,9 +650,9 @@ def test_distributions_follow_the_parameters():
 
 
 def test_deterministic_values_are_the_variables(eager):
-    posterior = DeterministicPosterior(layout())
+    posterior = posterior_of(Deterministic, layout())
     values = posterior.layout.expand(posterior.layout.project(random_values()))
-    posterior.initialize(values)
+    posterior.initialize(values, warm=False)
     for training in (True, False):
         for value, expected in zip(posterior(training=training), values, strict=True):
             np.testing.assert_array_equal(value, expected)
@@ -693,8 +689,8 @@ def test_a_trained_posterior_can_be_forgotten():
 
 def test_smallest_layouts(eager):
     for block_size in (1, 5):
-        posterior = MeanKLPosterior(layout([CodedVariable(())], block_size))
-        posterior.initialize([np.float32(0.1)])
+        posterior = posterior_of(MeanKL, layout([CodedVariable(())], block_size))
+        posterior.initialize([np.float32(0.1)], warm=False)
         (value,) = posterior(training=False)
         np.testing.assert_allclose(value, 0.1, rtol=1e-5)
         assert value.shape == ()
@@ -722,8 +718,9 @@ def test_posterior_over_keras_variables():
         block_size=5,
         seed=3,
         hash_factors=[4, 1, 2, 1],
-        block_bits=9,
+        coder=MinimalRandomCoder(block_bits=9),
         kl_bits=8.0,
+        warm_start=False,
         log_scale=-1.0,
     )
     assert posterior.layout.variables == (
@@ -749,18 +746,9 @@ def test_posterior_over_keras_variables():
         ({"block_size": 0}, "`block_size`.* 0"),
         ({"seed": -1}, "seed = -1"),
         ({"seed": 2**64}, f"seed = {2**64}"),
-        ({"block_bits": 29}, "`block_bits`.*28.*block_bits=29"),
-        ({"block_bits": -1}, "block_bits=-1"),
-        ({"block_bits": 1.5}, "block_bits=1.5"),
-        ({"codebook": "mine"}, "`codebook`.*'mine'"),
         ({"kl_bits": -1.0}, "`kl_bits`.*kl_bits=-1.0"),
         ({"kl_bits": math.nan}, "kl_bits=nan"),
         ({"kl_bits": math.inf}, "kl_bits=inf"),
-        ({"quota_rate": 0.0}, "quota_rate=0.0"),
-        ({"quota_rate": math.nan}, "quota_rate=nan"),
-        ({"initial_budget": 0.5}, "initial_budget=0.5"),
-        ({"initial_budget": math.nan}, "initial_budget=nan"),
-        ({"annealing_steps": 0}, "annealing_steps=0"),
         ({"log_scale_rate": -1.0}, "log_scale_rate=-1.0"),
         ({"log_scale": math.nan}, "`log_scale`.*log_scale=nan"),
         ({"log_scale": math.inf}, "log_scale=inf"),
@@ -769,6 +757,27 @@ def test_posterior_over_keras_variables():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         posterior_over(keras_variables(), **{"block_size": 5, "seed": 0, **options})
+
+
+@pytest.mark.parametrize(
+    "specification, options",
+    [
+        (MeanKL, {"quota_rate": 0.0}),
+        (MeanKL, {"quota_rate": math.nan}),
+        (MeanKL, {"initial_budget": 0.5}),
+        (MeanKL, {"initial_budget": math.nan}),
+        (MeanKL, {"annealing_steps": 0}),
+        (MeanVar, {"log_stddev": math.nan}),
+        (MeanVar, {"log_stddev_rate": 0.0}),
+        (MeanVar, {"beta": 0.0}),
+        (MeanVar, {"beta": math.inf}),
+        (MeanVar, {"beta_rate": -1.0}),
+    ],
+)
+def test_bad_options_of_a_parameterization(specification, options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"`{name}` must be.*{name}={value}"):
+        specification(**options)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

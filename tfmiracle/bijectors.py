@@ -13,12 +13,12 @@ from tfmiracle.mean_kl import (
     mean_kl_standardized,
 )
 
-__all__ = ["MeanKL"]
+__all__ = ["MeanKLBijector"]
 
 tfb = tfp.bijectors
 
 
-class MeanKL(tfb.AutoCompositeTensorBijector):
+class MeanKLBijector(tfb.AutoCompositeTensorBijector):
     """Maps `(tau, kappa)` to the `(loc, scale)` of a Gaussian of KL `kappa`.
 
     The bijector acts on *parameters*: the last axis, of size 2, holds `tau` and the
@@ -34,7 +34,7 @@ class MeanKL(tfb.AutoCompositeTensorBijector):
     `kappa > 0` and the image `scale < rho`.
 
     ```python
-    mean_kl = MeanKL(loc=0.0, scale=0.1)
+    mean_kl = MeanKLBijector(loc=0.0, scale=0.1)
     loc, scale = tf.unstack(mean_kl.forward([[0.5, 2.0], [-1.0, 0.7]]), axis=-1)
     tfd.Normal(loc, scale).kl_divergence(tfd.Normal(0.0, 0.1))  # [2.0, 0.7]
     ```

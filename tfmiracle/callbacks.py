@@ -1,6 +1,5 @@
 """Coding the posterior of a model, block by block, while it is fine-tuned."""
 
-import dataclasses
 import json
 import os
 import time
@@ -11,12 +10,12 @@ import keras
 import numpy as np
 
 from tfmiracle import miracle_file
-from tfmiracle.coding.minimal_random import SELECTIONS
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import check_network, coded_posterior, to_file
-from tfmiracle.posterior import DeterministicPosterior
+from tfmiracle.options import check_option
 from tfmiracle.recalibration import recalibrate
+from tfmiracle.recipe import DEFAULTS, Recipe
 
 
 class CompressionCallback(keras.callbacks.Callback):
@@ -40,9 +39,6 @@ class CompressionCallback(keras.callbacks.Callback):
       finetune_steps: number of steps between two rounds (100 in the paper, for rounds
         of one block). With `steps_per_execution`, the next multiple of it.
       train_steps: number of steps before the first round.
-      selection: "sample" chooses the candidate with probability proportional to its
-        importance weight (the paper's rule); "largest_weight" takes the best, which is
-        more accurate at the same number of bits.
       overwrite: whether existing files may be replaced.
       recalibration_data: batches of inputs, from which the statistics of
         BatchNormalization are taken anew when all is coded; see `recalibrate`.
@@ -66,10 +62,9 @@ class CompressionCallback(keras.callbacks.Callback):
     def __init__(
         self,
         filepath: str | os.PathLike,
-        blocks_per_round: int = 1,
-        finetune_steps: int = 100,
+        blocks_per_round: int = DEFAULTS.blocks_per_round,
+        finetune_steps: int = DEFAULTS.finetune_steps,
         train_steps: int = 0,
-        selection: str = "sample",
         overwrite: bool = False,
         recalibration_data: Iterable | None = None,
         posterior_path: str | os.PathLike | None = None,
@@ -77,21 +72,9 @@ class CompressionCallback(keras.callbacks.Callback):
         verbose: int = 1,
     ):
         super().__init__()
-        for name, value, least in (
-            ("blocks_per_round", blocks_per_round, 1),
-            ("finetune_steps", finetune_steps, 0),
-            ("train_steps", train_steps, 0),
-        ):
-            if not (isinstance(value, int) and value >= least):
-                raise ValueError(
-                    f"`{name}` must be an integer of at least {least}. "
-                    f"Received: {name}={value}"
-                )
-        if selection not in SELECTIONS:
-            raise ValueError(
-                f"`selection` must be one of {SELECTIONS}. "
-                f"Received: selection={selection!r}"
-            )
+        check_option(Recipe, "blocks_per_round", blocks_per_round)
+        check_option(Recipe, "finetune_steps", finetune_steps)
+        check_option(Recipe, "train_steps", train_steps)
         # Errors should come before the training.
         size = len(json.dumps(metadata, allow_nan=False))
         if size > miracle_file.MAX_METADATA_BYTES:
@@ -104,7 +87,6 @@ class CompressionCallback(keras.callbacks.Callback):
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps
         self.train_steps = train_steps
-        self.selection = selection
         self.overwrite = overwrite
         self.recalibration_data = recalibration_data
         self.posterior_path = posterior_path
@@ -163,16 +145,12 @@ class CompressionCallback(keras.callbacks.Callback):
                 "`tfmiracle.VariationalModel`, or build it from layers such as "
                 "MeanKLDense."
             )
-        if any(isinstance(p, DeterministicPosterior) for p, _ in parts):
+        if not all(posterior.codable for posterior, _ in parts):
             raise ValueError(
                 f"{self.model.name!r} is deterministic: it has no posterior to code. "
                 "Build the VariationalModel with parameterization='mean_kl'."
             )
         check_network(self.model)
-        self._coders = [
-            dataclasses.replace(posterior.coder, selection=self.selection)
-            for posterior, _ in parts
-        ]
         self._posteriors = [posterior for posterior, _ in parts]
         self._todo = self._not_coded()
         self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
@@ -234,7 +212,7 @@ class CompressionCallback(keras.callbacks.Callback):
         for p in dict.fromkeys(p for p, _ in now):
             posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
             loc, log_ratio = posterior.standardized(blocks)
-            coded = self._coders[p].encode(blocks, loc.numpy(), log_ratio.numpy())
+            coded = posterior.coder.encode(blocks, loc.numpy(), log_ratio.numpy())
             posterior.fix(blocks, coded.codes)
             kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
             excess.append(posterior.is_over_budget(kl[-1]))
@@ -263,7 +241,7 @@ class CompressionCallback(keras.callbacks.Callback):
     def _finish(self):
         if self.recalibration_data is not None:
             recalibrate(self.model, self.recalibration_data)
-        self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
+        self.file = to_file(self.model, self.metadata)
         data = self.file.to_bytes()
         self._verify(data)
         over = sum(row["over_budget"] for row in self.history)

@@ -8,17 +8,16 @@ else to standard error. Exit status: 0 done, 2 bad input, 1 a defect.
 import collections
 import contextlib
 import dataclasses
-import inspect
 import io
 import json
 import logging
 import math
 import os
 import pathlib
-import re
 import shutil
 import sys
 import tempfile
+import typing
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from tfmiracle.miracle_file import (
     check_output,
     write_atomically,
 )
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
@@ -230,20 +230,24 @@ def _define_rules(values):
 
 
 def _define_recipe(values, without=()):
-    # Python 3.13 takes the indentation off by itself.
-    text = inspect.cleandoc(Recipe.__doc__)
-    helps = dict(re.findall(r"^  (\w+): ((?:.|\n {4})*)", text, re.M))
-    for field in dataclasses.fields(Recipe):
+    _define_options(values, Recipe, without)
+    for name in PARAMETERIZATIONS.names():
+        _define_options(values, PARAMETERIZATIONS.find(name), prefix=f"{name}: ")
+
+
+def _define_options(values, cls, without=(), prefix=""):
+    """A flag for each option of a class, with its default and help."""
+    for field in dataclasses.fields(cls):
         if field.name in without:
             continue
+        types = typing.get_args(field.type) or (field.type,)
         define = {
             int: flags.DEFINE_integer,
             float: flags.DEFINE_float,
-            float | None: flags.DEFINE_float,
             bool: flags.DEFINE_bool,
             str: flags.DEFINE_string,
-        }[field.type]
-        text = " ".join(helps[field.name].split())
+        }[types[0]]
+        text = prefix + field.metadata["help"]
         define(field.name, field.default, text, flag_values=values)
 
 
@@ -292,8 +296,20 @@ def _compress(values):
 
 
 def _recipe(values):
-    names = [f.name for f in dataclasses.fields(Recipe) if f.name in values]
-    return Recipe(**{name: values[name].value for name in names})
+    given = _options(values, Recipe)
+    if "parameterization" in given:
+        given["parameterization"] = _parameterization(values, values.parameterization)
+    return Recipe(**given)
+
+
+def _parameterization(values, name):
+    cls = PARAMETERIZATIONS.find(name)
+    return cls(**_options(values, cls))
+
+
+def _options(values, cls):
+    names = [field.name for field in dataclasses.fields(cls)]
+    return {name: values[name].value for name in names if name in values}
 
 
 def _network(name, data, dtype_policy, seed):
@@ -414,7 +430,9 @@ def _sizes(file: MiracleFile, file_bytes):
         "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
         "code": common(g.code.identifier for g in groups),
         "codebook": common(getattr(g.code, "codebook", None) for g in groups),
-        "selection": file.metadata.get("selection"),
+        "selection": common(
+            coder["config"].get("selection") for coder in file.metadata.get("coder", [])
+        ),
     }
 
 
@@ -477,7 +495,9 @@ def _study(values):
         workdir=values.workdir,
         data=values.data,
         recipe=_recipe(values),
-        parameterizations=tuple(values.parameterizations),
+        parameterizations=tuple(
+            _parameterization(values, name) for name in values.parameterizations
+        ),
         block_sizes=tuple(_integers("block_sizes", values.block_sizes)),
         seeds=tuple(_integers("seeds", values.seeds)),
         model=values.model,

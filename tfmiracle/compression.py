@@ -178,7 +178,7 @@ def compress(
         size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
         recipe = dataclasses.replace(recipe, block_size=size)
     settings = {
-        "recipe": dataclasses.asdict(recipe),
+        "recipe": recipe.settings(),
         "rules": rules,
         "metadata": metadata,
         "keep_posterior": keep_posterior,
@@ -190,11 +190,7 @@ def compress(
         "data": checksum(data),
         "validation_data": checksum(validation_data),
     }
-    layout = {
-        "block_size": recipe.block_size,
-        "rules": rules,
-        "seed": recipe.seed,
-    }
+    options = {**recipe.model_options(), "rules": rules}
 
     def compiled(network, learning_rate=1e-3):
         network.compile(
@@ -231,7 +227,6 @@ def compress(
                 made[0],
                 recipe.blocks_per_round,
                 recipe.finetune_steps,
-                selection=recipe.selection,
                 overwrite=overwrite or workdir is not None,
                 recalibration_data=_inputs(examples, recipe),
                 posterior_path=made[1] if keep_posterior else None,
@@ -241,14 +236,14 @@ def compress(
             evaluate("original", compiled(net))
             if recipe.warmup_steps:
                 steps = recipe.warmup_steps
-                warmup = VariationalModel(net, "deterministic", l2=recipe.l2, **layout)
+                warmup = VariationalModel(net, "deterministic", **options)
                 compiled(warmup, schedule(recipe.warmup_learning_rate, steps))
                 run.train(warmup, "warmup", batches, steps, callbacks)
                 evaluate("warmup", warmup)
                 warmup.materialize()
             steps = recipe.train_steps
             learning_rate, finetune_learning_rate = recipe.learning_rates
-            variational = VariationalModel(net, **recipe.posterior_options(), **layout)
+            variational = VariationalModel(net, recipe.posterior, **options)
             compiled(variational, schedule(learning_rate, steps))
             run.train(variational, "variational", batches, steps, callbacks)
             evaluate("posterior_mean", variational)
@@ -295,11 +290,9 @@ def block_size_for(
     recipe = recipe or Recipe()
     probe = VariationalModel(
         net,
-        block_size=sum(int(np.prod(v.shape)) for v in net.weights),
-        block_bits=recipe.block_bits,
-        codebook=recipe.codebook,
         rules=rules,
-        seed=recipe.seed,
+        **recipe.model_options()
+        | {"block_size": sum(int(np.prod(v.shape)) for v in net.weights)},
     )
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()

@@ -11,8 +11,12 @@ import random
 
 import keras
 
+from tfmiracle.codec.prior import PRIORS, Prior
+from tfmiracle.coding.coder import CODERS, Coder, coder_of
 from tfmiracle.keras_internals import own_trainable_variables, track_as_not_trainable
-from tfmiracle.posterior import posterior_over
+from tfmiracle.posteriors.block_posterior import posterior_over
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
+from tfmiracle.recipe import DEFAULTS
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
@@ -23,21 +27,55 @@ class VariationalLayer:
     blocks that are coded always have their decoded values. A layer that is called
     several times in one forward pass draws a sample for each call.
 
-    Use one of its subclasses `MeanKLLayer` and `MeanVarLayer`, which take the arguments
-    of the method.
+    Args:
+      parameterization: a `Parameterization`, or the name of one; by default that of the
+        layer's name.
+      block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
+      coder: a `Coder`, or the name of one.
+      prior: a `Prior`, the means of the coding distribution; zero by default.
+      log_scale, log_scale_rate: see `Recipe`.
+      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
+        By default a random one, which `keras.utils.set_random_seed` determines.
     """
 
-    PARAMETERIZATION: str
-    # Constructor arguments that the plain layer does not have.
-    OPTIONS: tuple[str, ...]
+    PARAMETERIZATION: str = DEFAULTS.parameterization
 
-    def __init__(self, *args, options: dict, **kwargs):
+    def __init__(
+        self,
+        *args,
+        parameterization: str | Parameterization | None = None,
+        block_size: int = DEFAULTS.block_size,
+        block_bits: int = DEFAULTS.block_bits,
+        kl_bits: float | None = DEFAULTS.kl_bits,
+        coder: str | Coder = DEFAULTS.coder,
+        codebook: str = DEFAULTS.codebook,
+        selection: str = DEFAULTS.selection,
+        prior: Prior | None = None,
+        log_scale: float = DEFAULTS.log_scale,
+        log_scale_rate: float = DEFAULTS.log_scale_rate,
+        seed: int | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        if options["seed"] is None:
-            options = {**options, "seed": random.randrange(2**32)}
-        self._options = options
+        self._parameterization = PARAMETERIZATIONS.get(
+            self.PARAMETERIZATION if parameterization is None else parameterization
+        )
+        self._coder = coder_of(
+            coder, block_bits=block_bits, codebook=codebook, selection=selection
+        )
+        self._prior = PRIORS.get("zero" if prior is None else prior)
+        self._options = {
+            "block_size": block_size,
+            "kl_bits": kl_bits,
+            "log_scale": log_scale,
+            "log_scale_rate": log_scale_rate,
+            "seed": random.randrange(2**32) if seed is None else seed,
+        }
         self.block_posterior = None
         self._substituted = []
+
+    # Constructor arguments that the plain layer does not have.
+    OPTIONS = tuple(inspect.getfullargspec(__init__).kwonlyargs)
 
     def build(self, input_shape):
         refuse_rematerialization(self)
@@ -47,8 +85,10 @@ class VariationalLayer:
             track_as_not_trainable(self, variable)
         self.block_posterior = posterior_over(
             self._substituted,
-            self.PARAMETERIZATION,
-            name="posterior",
+            self._parameterization,
+            coder=self._coder,
+            prior=self._prior,
+            warm_start=False,
             **self._options,
         )
 
@@ -60,14 +100,16 @@ class VariationalLayer:
             return super().call(inputs)
 
     def initialize_posterior(
-        self, warm: bool = True, warm_log_scale: float = 0.0
+        self,
+        warm: bool = DEFAULTS.warm_start,
+        warm_log_scale: float = DEFAULTS.warm_log_scale,
     ) -> None:
         """Restarts the posterior from the present values of the weights.
 
         Use it after `set_weights` with the weights of a trained layer.
 
         Args:
-          warm, warm_log_scale: see `tfmiracle.posterior.BlockPosterior.initialize`.
+          warm, warm_log_scale: see `BlockPosterior.initialize`.
         """
         self._built_posterior().initialize(
             [keras.ops.convert_to_numpy(v) for v in self._substituted],
@@ -100,111 +142,28 @@ class VariationalLayer:
         return self.block_posterior
 
     def get_config(self):
-        return {**super().get_config(), **self._options}
+        return {
+            **super().get_config(),
+            "parameterization": PARAMETERIZATIONS.serialize(self._parameterization),
+            "coder": CODERS.serialize(self._coder),
+            "prior": PRIORS.serialize(self._prior),
+            **self._options,
+        }
 
 
 class MeanKLLayer(VariationalLayer):
-    """A layer whose KL is the budget by construction (Lin et al. 2023).
-
-    Args:
-      block_size: number of weights in a block.
-      block_bits: bits of the code of a block.
-      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
-      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
-      log_scale: initial log standard deviation of the coding distribution.
-      log_scale_rate: see `tfmiracle.posterior.BlockPosterior`.
-      quota_rate, initial_budget, annealing_steps: see
-        `tfmiracle.posterior.MeanKLPosterior`.
-      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
-    """
+    """A layer whose KL is the budget by construction (Lin et al. 2023)."""
 
     PARAMETERIZATION = "mean_kl"
-
-    def __init__(
-        self,
-        *args,
-        block_size: int = 20,
-        block_bits: int = 20,
-        kl_bits: float | None = None,
-        codebook: str = "per_block",
-        log_scale: float = -2.0,
-        log_scale_rate: float = 1.0,
-        quota_rate: float = 1.0,
-        initial_budget: float = 1.0,
-        annealing_steps: int = 1000,
-        seed: int | None = None,
-        **kwargs,
-    ):
-        options = {
-            "block_size": block_size,
-            "block_bits": block_bits,
-            "kl_bits": kl_bits,
-            "codebook": codebook,
-            "log_scale": log_scale,
-            "log_scale_rate": log_scale_rate,
-            "quota_rate": quota_rate,
-            "initial_budget": initial_budget,
-            "annealing_steps": annealing_steps,
-            "seed": seed,
-        }
-        super().__init__(*args, options=options, **kwargs)
-
-    OPTIONS = tuple(inspect.getfullargspec(__init__).kwonlyargs)
 
 
 class MeanVarLayer(VariationalLayer):
     """A layer whose KL is annealed to the budget (Havasi et al. 2019).
 
     The penalty is part of the loss in training, see `MeanVarPosterior`.
-
-    Args:
-      block_size: number of weights in a block.
-      block_bits: bits of the code of a block.
-      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
-      codebook: "per_block" or "shared", see `tfmiracle.posterior.BlockPosterior`.
-      log_scale: initial log standard deviation of the coding distribution.
-      log_scale_rate: see `tfmiracle.posterior.BlockPosterior`.
-      log_stddev, log_stddev_rate, beta, beta_rate: see
-        `tfmiracle.posterior.MeanVarPosterior`.
-      seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
     """
 
     PARAMETERIZATION = "mean_var"
-
-    def __init__(
-        self,
-        *args,
-        block_size: int = 20,
-        block_bits: int = 20,
-        kl_bits: float | None = None,
-        codebook: str = "per_block",
-        log_scale: float = -2.0,
-        log_scale_rate: float = 1.0,
-        log_stddev: float = -10.0,
-        log_stddev_rate: float = 1.0,
-        beta: float = 1e-8,
-        beta_rate: float = 5e-5,
-        seed: int | None = None,
-        **kwargs,
-    ):
-        options = {
-            "block_size": block_size,
-            "block_bits": block_bits,
-            "kl_bits": kl_bits,
-            "codebook": codebook,
-            "log_scale": log_scale,
-            "log_scale_rate": log_scale_rate,
-            "log_stddev": log_stddev,
-            "log_stddev_rate": log_stddev_rate,
-            "beta": beta,
-            "beta_rate": beta_rate,
-            "seed": seed,
-        }
-        super().__init__(*args, options=options, **kwargs)
-
-    OPTIONS = tuple(inspect.getfullargspec(__init__).kwonlyargs)
 
 
 @keras.saving.register_keras_serializable("tfmiracle")

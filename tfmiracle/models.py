@@ -1,12 +1,15 @@
 """A whole Keras model whose weights are variational."""
 
-import math
-
 import keras
 
+from tfmiracle.codec.prior import PRIORS, Prior
+from tfmiracle.coding.coder import CODERS, Coder, coder_of
 from tfmiracle.keras_internals import children, has_losses, walk
 from tfmiracle.layers import VariationalLayer
-from tfmiracle.posterior import BlockPosterior, posterior_over
+from tfmiracle.options import check_option
+from tfmiracle.posteriors.block_posterior import BlockPosterior, posterior_over
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
+from tfmiracle.recipe import DEFAULTS, Recipe
 from tfmiracle.rules import Treatment, treat
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
@@ -26,28 +29,18 @@ class VariationalModel(keras.Model):
 
     Args:
       net: a built Keras model. Its present weights are where the posterior starts.
-      parameterization: "mean_kl" (Lin et al. 2023), "mean_var" (Havasi et al. 2019),
-        or "deterministic" for the same network without noise and budget, to prepare a
-        warm start.
-      block_size: number of weights in a block.
-      block_bits: bits of the code of a block.
-      kl_bits: KL(Q || P) of a block in bits; by default `block_bits`.
-      codebook: "per_block", the paper's, or "shared" by all blocks, which makes coding
-        many blocks at once faster.
+      parameterization: "mean_kl" (Lin et al. 2023), "mean_var" (Havasi et al. 2019), or
+        "deterministic" for the same network without noise and budget, to prepare a
+        warm start; or an object that says more, such as `MeanKL(quota_rate=1.0)`.
+      block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
+      coder: a `Coder`, or the name of one.
+      prior: a `Prior`, the means of the coding distribution; zero by default.
       rules: pattern of a variable's path -> how it is treated, for example
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
         is coded, and the rest stored as it is. A trainable variable that is stored is
         trained as usual. See `tfmiracle.rules.Treatment`.
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
-      log_scale: initial log standard deviation of the coding distribution, for a cold
-        start.
-      warm_log_scale: for a warm start, initial log of its ratio to the root mean square
-        of the weights.
-      log_scale_rate: see `BlockPosterior`.
-      quota_rate, initial_budget, annealing_steps: for "mean_kl", see
-        `MeanKLPosterior`.
-      log_stddev, log_stddev_rate, beta, beta_rate: for "mean_var", see
-        `MeanVarPosterior`.
+      log_scale, warm_log_scale, log_scale_rate: see `Recipe`.
       l2: weight of the sum of squares of the coded variables' values, those of the
         sample, in the loss; a weight that entries share counts in each. In training
         only; a `kernel_regularizer` of a layer of `net` sees samples, too, and counts
@@ -67,26 +60,22 @@ class VariationalModel(keras.Model):
     def __init__(
         self,
         net: keras.Model,
-        parameterization: str = "mean_kl",
+        parameterization: str | Parameterization = DEFAULTS.parameterization,
         *,
-        block_size: int = 20,
-        block_bits: int = 20,
-        kl_bits: float | None = None,
-        codebook: str = "per_block",
+        block_size: int = DEFAULTS.block_size,
+        block_bits: int = DEFAULTS.block_bits,
+        kl_bits: float | None = DEFAULTS.kl_bits,
+        coder: str | Coder = DEFAULTS.coder,
+        codebook: str = DEFAULTS.codebook,
+        selection: str = DEFAULTS.selection,
+        prior: Prior | None = None,
         rules: dict[str, str] | None = None,
-        warm_start: bool = False,
-        log_scale: float = -2.0,
-        warm_log_scale: float = 0.0,
-        log_scale_rate: float = 1.0,
-        quota_rate: float = 1.0,
-        initial_budget: float = 1.0,
-        annealing_steps: int = 1000,
-        log_stddev: float = -10.0,
-        log_stddev_rate: float = 1.0,
-        beta: float = 1e-8,
-        beta_rate: float = 5e-5,
-        l2: float = 0.0,
-        seed: int = 0,
+        warm_start: bool = DEFAULTS.warm_start,
+        log_scale: float = DEFAULTS.log_scale,
+        warm_log_scale: float = DEFAULTS.warm_log_scale,
+        log_scale_rate: float = DEFAULTS.log_scale_rate,
+        l2: float = DEFAULTS.l2,
+        seed: int = DEFAULTS.seed,
         treatments: list[tuple[str, str]] | None = None,
         **kwargs,
     ):
@@ -101,8 +90,7 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         _refuse_own_training(net)
-        if not 0 <= l2 < math.inf:
-            raise ValueError(f"`l2` must be at least 0. Received: l2={l2}")
+        check_option(Recipe, "l2", l2)
         self.net = net
         self.l2 = float(l2)
         weights = plain_weights(net)
@@ -118,24 +106,22 @@ class VariationalModel(keras.Model):
                 f"`treatments` must have an entry for each weight of `net`, "
                 f"{len(weights)}. Received: {len(treated)}"
             )
+        parameterization = PARAMETERIZATIONS.get(parameterization)
+        coder = coder_of(
+            coder, block_bits=block_bits, codebook=codebook, selection=selection
+        )
+        prior = PRIORS.get("zero" if prior is None else prior)
         options = {
-            "parameterization": parameterization,
             "block_size": block_size,
-            "block_bits": block_bits,
             "kl_bits": kl_bits,
-            "codebook": codebook,
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
-            "quota_rate": quota_rate,
-            "initial_budget": initial_budget,
-            "annealing_steps": annealing_steps,
-            "log_stddev": log_stddev,
-            "log_stddev_rate": log_stddev_rate,
-            "beta": beta,
-            "beta_rate": beta_rate,
             "seed": seed,
         }
         self._config = options | {
+            "parameterization": PARAMETERIZATIONS.serialize(parameterization),
+            "coder": CODERS.serialize(coder),
+            "prior": PRIORS.serialize(prior),
             "l2": self.l2,
             "rules": dict(rules or {}),
             "treatments": [(p, str(t)) for p, t in zip(paths, treated)],
@@ -162,13 +148,15 @@ class VariationalModel(keras.Model):
         self.stored_dtypes = [t.dtype for t in treated if t.stored]
         self.block_posterior = posterior_over(
             [v for v, _, _ in coded],
+            parameterization,
+            coder=coder,
+            prior=prior,
             hash_factors=[t.hash_factor for _, _, t in coded],
             scale_groups=[
                 path if t.own_scale else path.rpartition("/")[0] for _, path, t in coded
             ],
             warm_start=warm_start,
             warm_log_scale=warm_log_scale,
-            name="posterior",
             **options,
         )
         # Everything that does not train: the raw weights that samples stand in for,

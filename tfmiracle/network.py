@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
+from tfmiracle.coding.coder import CODERS
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
@@ -63,7 +64,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
             posterior.layout,
             posterior.code,
             posterior.coding_scale,
-            keras.ops.convert_to_numpy(posterior.codes).astype(np.int64),
+            posterior.codes.astype(np.int64),
         )
         for posterior, _ in parts
     ]
@@ -79,8 +80,9 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
         "tfmiracle": tfmiracle.__version__,
-        "parameterization": [type(posterior).__name__ for posterior, _ in parts],
-        "kl_bits": [getattr(posterior, "kl_bits", None) for posterior, _ in parts],
+        "parameterization": [p.parameterization.identifier for p, _ in parts],
+        "kl_bits": [posterior.kl_bits for posterior, _ in parts],
+        "coder": [CODERS.serialize(posterior.coder) for posterior, _ in parts],
         **({"rules": rules} if rules else {}),
         **(metadata or {}),
     }
@@ -101,7 +103,7 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     return CodedPosterior(
         [x.numpy() for x in loc],
         [x.numpy() for x in scale],
-        codes_crc32(keras.ops.convert_to_numpy(p.codes) for p in parts),
+        codes_crc32(p.codes for p in parts),
     )
 
 

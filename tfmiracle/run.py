@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfmiracle.callbacks import CompressionCallback, plain_logs
 from tfmiracle.miracle_file import write_atomically
 from tfmiracle.models import posteriors
-from tfmiracle.posterior import DeterministicPosterior
 
 PHASES = ("warmup", "variational", "coding")
 # Optimizer steps between two returns to Python.
@@ -300,7 +299,7 @@ def _kl_of_blocks(model):
     found = [
         (posterior.block_kl().numpy()[~posterior.fixed] / math.log(2), posterior)
         for posterior, _ in posteriors(model)
-        if not isinstance(posterior, DeterministicPosterior)
+        if posterior.codable
     ]
     kl_bits = np.concatenate([np.zeros(0), *(kl for kl, _ in found)])
     if not len(kl_bits):

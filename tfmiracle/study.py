@@ -29,7 +29,7 @@ from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import write_atomically
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import accuracy_of, to_network
-from tfmiracle.posterior import DeterministicPosterior
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.pruning import STRATEGIES, pruned_networks
 from tfmiracle.recipe import Recipe
 from tfmiracle.records import read_record
@@ -69,7 +69,7 @@ class Study:
     workdir: str
     data: str
     recipe: Recipe
-    parameterizations: tuple[str, ...] = ("mean_kl", "mean_var")
+    parameterizations: tuple[str | Parameterization, ...] = ("mean_kl", "mean_var")
     block_sizes: tuple[int, ...] = (20, 30, 40)
     seeds: tuple[int, ...] = tuple(range(10))
     model: str = "lenet5"
@@ -102,28 +102,29 @@ class Study:
             for parameterization in self.parameterizations
         ]
 
-    def recipe_of(self, parameterization: str, block_size: int, seed: int) -> Recipe:
+    def recipe_of(
+        self, parameterization: str | Parameterization, block_size: int, seed: int
+    ) -> Recipe:
         """The settings of one run, in the grid or beside it."""
         recipe = dataclasses.replace(
             self.recipe,
-            parameterization=parameterization,
+            parameterization=PARAMETERIZATIONS.get(parameterization).scaled(self.scale),
             block_size=block_size,
             seed=seed,
         )
-        if parameterization == "mean_var" and self.mean_var_train_steps is not None:
+        is_mean_var = recipe.posterior.identifier == "mean_var"
+        if is_mean_var and self.mean_var_train_steps is not None:
             recipe = dataclasses.replace(recipe, train_steps=self.mean_var_train_steps)
         steps = {
             name: round(getattr(recipe, name) * self.scale)
             for name in ("warmup_steps", "train_steps", "finetune_steps")
         }
-        return dataclasses.replace(
-            recipe, **steps, beta_rate=recipe.beta_rate / self.scale
-        )
+        return dataclasses.replace(recipe, **steps)
 
 
 def cell_name(recipe: Recipe) -> str:
     """Name of a run of a study, as in "mean_kl_b20_s0"."""
-    return f"{recipe.parameterization}_b{recipe.block_size}_s{recipe.seed}"
+    return f"{recipe.posterior.identifier}_b{recipe.block_size}_s{recipe.seed}"
 
 
 def run_study(
@@ -177,9 +178,9 @@ def _check_settings(study, data):
         check_shift(recipe.max_shift, data.x_train)
     VariationalModel(
         _network(study, recipe, data),
-        block_size=recipe.block_size,
+        recipe.posterior,
         rules=study.rules,
-        **recipe.posterior_options(),
+        **recipe.model_options(),
     )
 
 
@@ -247,7 +248,7 @@ def _check_record(study, path, checksums):
 def _identity(study, recipe, checksums):
     return {
         "format": RECORD_FORMAT,
-        "parameterization": recipe.parameterization,
+        "parameterization": recipe.posterior.identifier,
         "block_size": recipe.block_size,
         "seed": recipe.seed,
         "scale": study.scale,
@@ -255,9 +256,7 @@ def _identity(study, recipe, checksums):
         "dtype_policy": study.dtype_policy,
         "data": study.name,
         "data_crc32": checksums,
-        "settings": json.loads(
-            json.dumps({**dataclasses.asdict(recipe), "rules": study.rules})
-        ),
+        "settings": json.loads(json.dumps({**recipe.settings(), "rules": study.rules})),
     }
 
 
@@ -452,7 +451,7 @@ class _Progress(keras.callbacks.Callback):
         self._later = 0
         if not self.model.block_posterior.fixed.any():
             self._later += self._finetune_steps(self._recipe)
-        if isinstance(self.model.block_posterior, DeterministicPosterior):
+        if not self.model.block_posterior.codable:
             self._later += self._recipe.train_steps
         names = [cell_name(recipe) for recipe in self._study.cells()]
         todo = [

@@ -13,6 +13,7 @@ import numpy as np
 
 from tfmiracle import codebook as codebooks
 from tfmiracle import philox
+from tfmiracle.registry import Registry
 
 
 class RandomCode(abc.ABC):
@@ -21,7 +22,7 @@ class RandomCode(abc.ABC):
     In memory the code of a block is an array of integers below 2**31, of a fixed
     `shape`; `pack` and `unpack` make bytes of the codes of many blocks. Whoever has a
     code of their own derives a frozen dataclass, whose fields are `seed` and integers
-    of at least 0, and registers it with `register_code`, here and where files of it are
+    of at least 0, and registers it with `CODES.register`, here and where its files are
     decoded.
 
     Attributes:
@@ -96,45 +97,10 @@ class RandomCode(abc.ABC):
         return cls(seed=seed, **dict(zip(names, parameters, strict=True)))
 
 
-_CODES: dict[str, type[RandomCode]] = {}
+CODES = Registry("code", RandomCode)
 
 
-def register_code(cls: type[RandomCode]) -> type[RandomCode]:
-    """Class decorator: makes files of a kind of code readable in this process.
-
-    Raises:
-      ValueError: if the identifier is not printable ASCII, or another class has it.
-    """
-    name = cls.identifier
-    if not (name and name.isascii() and name.isprintable()):
-        raise ValueError(
-            f"`identifier` must be printable ASCII. Received: identifier={name!r}"
-        )
-    if _CODES.get(name, cls).__qualname__ != cls.__qualname__:
-        raise ValueError(
-            f"`identifier` {name!r} is that of {_CODES[name].__qualname__}. Choose "
-            "another one."
-        )
-    _CODES[name] = cls
-    return cls
-
-
-def code_class(identifier: str) -> type[RandomCode]:
-    """The class of a registered kind of code.
-
-    Raises:
-      ValueError: if there is none of this name.
-    """
-    if identifier not in _CODES:
-        raise ValueError(
-            f"There is no random code {identifier!r} here, only {sorted(_CODES)}. "
-            "Import the module that registers it (`tfmiracle.codec.code.register_code`)"
-            ", or install a newer tfmiracle."
-        )
-    return _CODES[identifier]
-
-
-@register_code
+@CODES.register
 @dataclasses.dataclass(frozen=True)
 class MinimalRandomCode(RandomCode):
     """Codebooks of 2**block_bits candidates (Havasi et al. 2019).

@@ -2,12 +2,12 @@
 
 import abc
 import dataclasses
-import inspect
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from tfmiracle.codec.code import RandomCode
+from tfmiracle.registry import Registry
 
 
 class EncodedBlocks(NamedTuple):
@@ -32,7 +32,7 @@ class Coder(abc.ABC):
     A coder is a frozen dataclass of options, one of which is `seed`. It goes with a
     random code, which knows how to decode. Whoever has a coder of their own derives
     from this class and gives an object of it wherever `coder` is an argument; with
-    `register_coder` its name will do.
+    `CODERS.register` its name will do, and saved models load.
 
     Attributes:
       seed: unsigned 64-bit integer that code and coding depend on.
@@ -66,51 +66,34 @@ class Coder(abc.ABC):
           ValueError: shapes do not fit, or a block has a value out of range.
         """
 
+    def with_seed(self, seed: int) -> "Coder":
+        """The same under another seed, which the layout of the weights gives."""
+        return dataclasses.replace(self, seed=seed)
+
     def get_config(self) -> dict:
-        """The options but for `seed`, which hosts give."""
+        """The options but for the seed."""
         config = dataclasses.asdict(self)
         del config["seed"]
         return config
 
 
-_CODERS: dict[str, type[Coder]] = {}
+CODERS = Registry("coder", Coder)
 
 
-def register_coder(cls: type[Coder]) -> type[Coder]:
-    """Class decorator: lets a coder be given by its `identifier`."""
-    _CODERS[cls.identifier] = cls
-    return cls
-
-
-def get(coder: str | dict | Coder, seed: int = 0, **options) -> Coder:
-    """Finds a coder, as `keras.initializers.get` finds an initializer.
+def coder_of(coder: str | dict | Coder, **options) -> Coder:
+    """The coder for what a user gave.
 
     Args:
-      coder: a name, a dict `{"name": ..., "config": ...}` as of `serialize`, or an
-        object.
-      seed: of the result.
-      **options: for a name, options of the coder; those that are None, or that it does
-        not have, are left out.
+      coder: a `Coder`, which says all by itself; what `CODERS.serialize` made; or the
+        name of one.
+      **options: options of a coder given by name; those that it does not have are left
+        out.
 
     Raises:
-      ValueError: if there is no coder of this name, or an option is out of range.
+      ValueError: if there is none of this name, or an option is out of range.
     """
-    if isinstance(coder, Coder):
-        return dataclasses.replace(coder, seed=seed)
-    config = options
-    if isinstance(coder, dict):
-        coder, config = coder["name"], coder["config"]
-    if coder not in _CODERS:
-        raise ValueError(
-            f"`coder` must be a Coder or one of {sorted(_CODERS)}. "
-            f"Received: coder={coder!r}"
-        )
-    cls = _CODERS[coder]
-    known = inspect.signature(cls).parameters
-    config = {k: v for k, v in config.items() if v is not None and k in known}
-    return cls(**{**config, "seed": seed})
-
-
-def serialize(coder: Coder) -> dict:
-    """A coder as JSON can say it, for `get`."""
-    return {"name": coder.identifier, "config": coder.get_config()}
+    if not isinstance(coder, str):
+        return CODERS.get(coder)
+    cls = CODERS.find(coder)
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{k: v for k, v in options.items() if k in known})

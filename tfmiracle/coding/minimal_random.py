@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfmiracle import philox
 from tfmiracle.codebook import PER_CALL, normal_quantiles, normals, symmetry
 from tfmiracle.codec.code import MinimalRandomCode
-from tfmiracle.coding.coder import Coder, EncodedBlocks, register_coder
+from tfmiracle.coding.coder import CODERS, Coder, EncodedBlocks
 from tfmiracle.philox import Domain
 
 SELECTIONS = ("sample", "largest_weight")
@@ -41,7 +41,7 @@ _DIRECT_CHUNK, _PRODUCT_CHUNK = 1 << 14, 1 << 11  # candidates, on a CPU
 _PRODUCT_CONDITION = 1 << 14  # see _condition; keeps log weights to about 1e-3 nats
 
 
-@register_coder
+@CODERS.register
 @dataclasses.dataclass(frozen=True)
 class MinimalRandomCoder(Coder):
     """Chooses a candidate of a codebook for each block (Havasi et al. 2019).

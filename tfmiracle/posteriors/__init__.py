@@ -1,0 +1,1 @@
+"""The posterior Q: its mathematics, and one module for each parameterization."""

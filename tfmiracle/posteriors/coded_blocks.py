@@ -1,0 +1,53 @@
+"""What is fixed of a posterior: the blocks that are coded."""
+
+import keras
+import numpy as np
+
+from tfmiracle.codec.code import RandomCode
+from tfmiracle.layout import WeightLayout
+from tfmiracle.posteriors.tensors import float_weight
+
+
+class CodedBlocks(keras.layers.Layer):
+    """The codes of blocks, what they decode to, and the Q that they were coded from.
+
+    Args:
+      layout: where each weight has its place.
+      code: the random code.
+    """
+
+    def __init__(self, layout: WeightLayout, code: RandomCode):
+        super().__init__(dtype="float32", autocast=False, name="coded_blocks")
+        self.code = code
+        shape = layout.num_blocks, layout.block_size
+        self.decoded = float_weight(self, "decoded", shape, trainable=False)
+        # An optimizer with momentum moves the parameters of fixed blocks on.
+        self.loc = float_weight(self, "coded_loc", shape, trainable=False)
+        self.log_ratio = float_weight(self, "coded_log_ratio", shape, trainable=False)
+        self.codes = self.add_weight(
+            name="codes",
+            shape=(layout.num_blocks, *code.shape(layout.block_size)),
+            dtype="int32",
+            initializer=keras.initializers.Constant(-1),
+            trainable=False,
+        )
+        self.built = True
+
+    def are_fixed(self, codes):
+        """Which blocks are fixed: bool `[B]` of their codes, array or tensor."""
+        return codes[(slice(None), *(0 for _ in codes.shape[1:]))] >= 0
+
+    def clear(self) -> None:
+        """No block is fixed any more."""
+        self.codes.assign(np.full(self.codes.shape, -1))
+
+    def put(self, blocks, codes, decoded, loc, log_ratio) -> None:
+        """Fixes blocks; all arguments have a row for each of them."""
+        rows = np.asarray(blocks, np.int32)[:, None]
+        for variable, values in (
+            (self.loc, loc),
+            (self.log_ratio, log_ratio),
+            (self.decoded, decoded),
+            (self.codes, codes.astype(np.int32)),
+        ):
+            variable.value.scatter_nd_update(rows, values)

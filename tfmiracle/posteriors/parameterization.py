@@ -1,0 +1,145 @@
+"""Parameterizations of the posterior, as specifications.
+
+A specification is a small frozen object. Hosts (`VariationalModel`, layers, `Recipe`)
+hold one, and find it by name as Keras finds initializers. What it says is built by the
+module of its posterior, which needs TensorFlow; this module does not.
+"""
+
+import abc
+import dataclasses
+import importlib
+from typing import ClassVar
+
+from tfmiracle.options import (
+    FINITE,
+    POSITIVE,
+    integer,
+    number,
+    option,
+    options,
+    or_none,
+)
+from tfmiracle.registry import Registry
+
+
+class Parameterization(abc.ABC):
+    """How the means and variances of Q are made of trained variables.
+
+    Whoever has one of their own derives a class from this one and another from
+    `tfmiracle.posteriors.block_posterior.BlockPosterior`, and gives an object of the
+    first wherever `parameterization` is an argument. With
+    `PARAMETERIZATIONS.register` its name will do, and saved models load.
+
+    Attributes:
+      identifier: its name.
+      learning_rate: of the means with Adam, where nothing else is said.
+    """
+
+    identifier: ClassVar[str]
+    learning_rate: ClassVar[float] = 1e-2
+
+    @abc.abstractmethod
+    def posterior(self, layout, **options):
+        """Builds Q.
+
+        Args:
+          layout: the `WeightLayout` of its weights.
+          **options: for the constructor of `BlockPosterior`.
+
+        Returns:
+          A `BlockPosterior`, not started yet (`BlockPosterior.initialize`).
+        """
+
+    def for_steps(self, train_steps: int) -> "Parameterization":
+        """The same with what depends on the length of training, where it is open."""
+        return self
+
+    def scaled(self, scale: float) -> "Parameterization":
+        """The same for training with `scale` times as many steps."""
+        return self
+
+    def get_config(self) -> dict:
+        return dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+
+
+PARAMETERIZATIONS = Registry("parameterization", Parameterization)
+
+
+@PARAMETERIZATIONS.register
+@options
+class MeanKL(Parameterization):
+    """Mean and KL (Lin et al. 2023): meets the budget by construction.
+
+    See `tfmiracle.posteriors.mean_kl_posterior.MeanKLPosterior`.
+    """
+
+    identifier: ClassVar[str] = "mean_kl"
+    learning_rate: ClassVar[float] = 1e-2
+    quota_rate: float = option(
+        5.0, "learning rate of the quota logits relative to the means.", POSITIVE
+    )
+    initial_budget: float = option(
+        1.0,
+        "the KL of a block at first, in multiples of `kl_bits`; it falls to `kl_bits` "
+        "in the course of `annealing_steps`.",
+        number(1, 1e6),
+    )
+    annealing_steps: int | None = option(
+        None,
+        "calls in training in which the budget falls; by default half of the steps of "
+        "variational training in `compress`, 1000 elsewhere.",
+        or_none(integer(1)),
+    )
+
+    def posterior(self, layout, **options):
+        module = importlib.import_module("tfmiracle.posteriors.mean_kl_posterior")
+        return module.MeanKLPosterior(layout, self, **options)
+
+    def for_steps(self, train_steps: int) -> "MeanKL":
+        if self.annealing_steps is not None:
+            return self
+        return dataclasses.replace(self, annealing_steps=max(1, train_steps // 2))
+
+
+@PARAMETERIZATIONS.register
+@options
+class MeanVar(Parameterization):
+    """Mean and log standard deviation (Havasi et al. 2019): the KL is annealed.
+
+    See `tfmiracle.posteriors.mean_var_posterior.MeanVarPosterior`.
+    """
+
+    identifier: ClassVar[str] = "mean_var"
+    learning_rate: ClassVar[float] = 2e-3
+    log_stddev: float = option(
+        -5.0, "initial log standard deviation of the posterior.", FINITE
+    )
+    log_stddev_rate: float = option(
+        5.0, "learning rate of it relative to the means.", POSITIVE
+    )
+    beta: float = option(
+        1e-5, "initial weight of the KL of a block (nats) in the loss.", POSITIVE
+    )
+    beta_rate: float = option(
+        1e-3, "relative change of that weight in a step.", POSITIVE
+    )
+
+    def posterior(self, layout, **options):
+        module = importlib.import_module("tfmiracle.posteriors.mean_var_posterior")
+        return module.MeanVarPosterior(layout, self, **options)
+
+    def scaled(self, scale: float) -> "MeanVar":
+        # So that annealing covers the same range.
+        return dataclasses.replace(self, beta_rate=self.beta_rate / scale)
+
+
+@PARAMETERIZATIONS.register
+@options
+class Deterministic(Parameterization):
+    """No noise and no budget: prepares a warm start; there is nothing to code."""
+
+    identifier: ClassVar[str] = "deterministic"
+
+    def posterior(self, layout, **options):
+        module = importlib.import_module("tfmiracle.posteriors.deterministic_posterior")
+        return module.DeterministicPosterior(layout, self, **options)
