@@ -14,7 +14,8 @@ import tfmiracle
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
 PACKAGE = pathlib.Path(tfmiracle.__file__).parent
 # Instructions of XLA that talk to the host or leave the program.
 HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"

@@ -90,9 +90,9 @@ def test_every_layer_computes_what_keras_does_with_its_weights(
     assert np.all(np.any(first != second, axis=tuple(range(1, first.ndim))))
     posterior = layer.block_posterior
     assert [v.name for v in layer.trainable_variables] == [
-        "log_coding_scale",
         "tau",
         "quota_logits",
+        "log_coding_scale",
     ]
     for gradient in gradients(layer, x):
         assert np.all(np.isfinite(gradient)) and np.any(gradient)

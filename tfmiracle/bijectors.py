@@ -2,9 +2,9 @@
 
 import math
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
-from tensorflow_probability.python.internal import dtype_util, tensor_util
 
 from tfmiracle.mean_kl import (
     kl_from_standardized,
@@ -65,13 +65,10 @@ class MeanKLBijector(tfb.AutoCompositeTensorBijector):
         """
         parameters = dict(locals())
         with tf.name_scope(name) as scope:
-            dtype = dtype_util.common_dtype([loc, scale], dtype_hint=tf.float32)
-            self._loc = tensor_util.convert_nonref_to_tensor(
-                loc, dtype=dtype, name="loc"
-            )
-            self._scale = tensor_util.convert_nonref_to_tensor(
-                scale, dtype=dtype, name="scale"
-            )
+            typed = [x.dtype for x in (loc, scale) if hasattr(x, "dtype")]
+            dtype = tf.as_dtype(typed[0]) if typed else tf.float32
+            self._loc = _tensor_or_variable(loc, dtype, "loc")
+            self._scale = _tensor_or_variable(scale, dtype, "scale")
             super().__init__(
                 forward_min_event_ndims=1,
                 dtype=dtype,
@@ -86,7 +83,7 @@ class MeanKLBijector(tfb.AutoCompositeTensorBijector):
             "loc": tfp.util.ParameterProperties(),
             "scale": tfp.util.ParameterProperties(
                 default_constraining_bijector_fn=lambda: tfb.Softplus(
-                    low=dtype_util.eps(dtype)
+                    low=np.finfo(tf.as_dtype(dtype).as_numpy_dtype).eps
                 )
             ),
         }
@@ -162,7 +159,7 @@ class MeanKLBijector(tfb.AutoCompositeTensorBijector):
         ]
 
     def _parameter_control_dependencies(self, is_init):
-        if not self.validate_args or is_init == tensor_util.is_ref(self.scale):
+        if not self.validate_args or is_init == _is_variable(self.scale):
             return []
         return [
             tf.debugging.assert_positive(
@@ -170,3 +167,16 @@ class MeanKLBijector(tfb.AutoCompositeTensorBijector):
                 message="Argument `scale` of the coding distribution must be positive",
             )
         ]
+
+
+def _is_variable(value) -> bool:
+    """Whether a parameter is read anew in each call."""
+    return isinstance(value, tf.Variable | tfp.util.DeferredTensor)
+
+
+def _tensor_or_variable(value, dtype, name):
+    if not _is_variable(value):
+        return tf.convert_to_tensor(value, dtype=dtype, name=name)
+    if value.dtype != dtype:
+        raise TypeError(f"`{name}` has dtype {value.dtype}, not {dtype} as the other.")
+    return value

@@ -6,7 +6,9 @@ fields.
 """
 
 import dataclasses
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,8 +87,12 @@ def options(cls):
 
     cls.__post_init__ = __post_init__
     cls = dataclasses.dataclass(frozen=True)(cls)
-    lines = [f"  {name}: {text}" for name, text in help_texts(cls).items()]
-    cls.__doc__ = "\n".join([f"{cls.__doc__ or cls.__name__}\nAttributes:", *lines])
+    about = inspect.cleandoc(cls.__doc__ or cls.__name__)
+    attributes = [
+        textwrap.fill(f"{name}: {text}", 86, initial_indent="  ", subsequent_indent="    ")
+        for name, text in help_texts(cls).items()
+    ]
+    cls.__doc__ = "\n".join([about, "", "Attributes:", *attributes])
     return cls
 
 

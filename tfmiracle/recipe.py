@@ -4,6 +4,7 @@ import dataclasses
 
 from tfmiracle import philox
 from tfmiracle.codebook import check_code
+from tfmiracle.coding.coder import CODERS, Coder
 from tfmiracle.options import (
     FINITE,
     POSITIVE,
@@ -49,7 +50,7 @@ class Recipe:
         "KL(Q || P) of a block in bits; by default `block_bits`.",
         or_none(number(0)),
     )
-    coder: str = option(
+    coder: str | Coder = option(
         "mrc",
         "'mrc', minimal random coding, or another coder that is registered; in Python "
         "also an object, which says bits, codebook and selection itself.",
@@ -181,11 +182,11 @@ class Recipe:
     def settings(self) -> dict:
         """All options, as JSON can say them, and those of the parameterization."""
         parameterization = PARAMETERIZATIONS.get(self.parameterization)
-        return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-            "parameterization": parameterization.identifier,
-            **parameterization.get_config(),
-        }
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found["parameterization"] = parameterization.identifier
+        if isinstance(self.coder, Coder):
+            found["coder"] = CODERS.serialize(self.coder)
+        return {**found, **parameterization.get_config()}
 
     def changes(self) -> dict:
         """The options that differ from the defaults."""

@@ -1,0 +1,114 @@
+"""An own coder, prior and parameterization, as `docs/extending.md` shows them."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+from support import ROOT, run_python
+
+import tfmiracle
+from tfmiracle.decoder import decode
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def page():
+    """What the code of the page defines."""
+    names = {"__name__": "extending"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
+        exec(compile(block, "docs/extending.md", "exec"), names)
+    return names
+
+
+def net():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dense(2)]
+    )
+
+
+def data():
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    return x, x[:, :2] - x[:, 2:]
+
+
+def compressed(path, **options):
+    model = net()
+    model.compile("adam", "mse")
+    recipe = tfmiracle.Recipe(
+        train_steps=30, finetune_steps=10, blocks_per_round=3, block_size=5, **options
+    )
+    return tfmiracle.compress(model, data(), path=path, recipe=recipe, verbose=0)
+
+
+def test_an_own_coder(page, tmp_path, eager):
+    coder = page["ScalarCoder"](weight_bits=3)
+    result = compressed(tmp_path / "net.miracle", coder=coder)
+    (group,) = result.file.groups
+    assert group.code == page["ScalarCode"](0, 3)
+    assert group.payload_bytes == -(-group.layout.num_blocks * 5 * 3 // 8)
+    loaded = tfmiracle.load(tmp_path / "net.miracle")
+    np.testing.assert_array_equal(loaded(data()[0]), result.model(data()[0]))
+    # Among so few candidates each weight has the one of largest importance weight.
+    rng = np.random.default_rng(1)
+    loc, log_scale = rng.normal(size=(2, 5)), rng.uniform(-1, 0, size=(2, 5))
+    encoded = coder.encode([3, 8], loc.astype("float32"), log_scale.astype("float32"))
+    z = coder.code.candidates([3, 8], encoded.codes, 5)
+    for k in range(8):
+        other = coder.code.candidates([3, 8], np.full((2, 5), k), 5)
+        best, weight = (x**2 - ((x - loc) / np.exp(log_scale)) ** 2 for x in (z, other))
+        assert np.all(best >= weight - 1e-5)
+
+
+def test_a_file_of_a_code_that_is_not_registered_says_so(page, tmp_path, eager):
+    path = tmp_path / "net.miracle"
+    compressed(path, coder=page["ScalarCoder"]())
+    script = (
+        "import sys, tfmiracle.decoder as d\n"
+        "try: d.decode(sys.argv[1])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    found = run_python(script, path).stdout
+    assert "scalar" in found and "registered" in found
+
+
+def test_an_own_prior(page, tmp_path, eager):
+    model = page["with_prior"](net())
+    nu = np.float32(20) / np.float32(1000)
+    np.testing.assert_allclose(model.prior.mean(), nu)
+    model.compile("adam", "mse")
+    path = tmp_path / "net.miracle"
+    coding = tfmiracle.CompressionCallback(path, 100, 0, verbose=0)
+    model.fit(*data(), verbose=0, callbacks=[coding])
+    (group,) = coding.file.groups
+    blocks = np.arange(group.layout.num_blocks)
+    z = group.code.candidates(blocks, group.codes, group.layout.block_size)
+    expected = z * group.scales[group.layout.scale_index_of_slot()] + nu
+    found = decode(path).weights.values()
+    for a, b in zip(found, group.layout.expand(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(tfmiracle.load(path)(data()[0]), model(data()[0]))
+
+
+def test_an_own_parameterization(page, tmp_path, eager):
+    chosen = page["FixedRatio"](log_ratio=-2.0)
+    path = tmp_path / "net.miracle"
+    result = compressed(path, parameterization=chosen, block_bits=8)
+    assert result.curve[-1]["loss"] < result.curve[0]["loss"]
+    model = tfmiracle.VariationalModel(net(), "fixed_ratio")
+    scale = model.posterior.stddev() / model.prior.stddev()
+    np.testing.assert_allclose(scale, np.exp(-1.5), rtol=1e-5)
+    config = json.loads(json.dumps(model.get_config()))
+    copy = tfmiracle.VariationalModel.from_config(config)
+    assert copy.block_posterior.parameterization == page["FixedRatio"]()
+    layer = tfmiracle.MeanKLDense(3, parameterization=chosen)
+    layer.build((None, 2))
+    assert layer.block_posterior.parameterization == chosen
+
+
+def test_bad_options_of_an_own_parameterization(page):
+    with pytest.raises(ValueError, match="`log_ratio` must be a finite number"):
+        page["FixedRatio"](log_ratio=np.inf)
