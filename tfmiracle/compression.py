@@ -31,6 +31,7 @@ from tfmiracle.network import (
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
+from tfmiracle.summary import compression, show_compression
 
 # What settings and lengths may take more in the file than in the probe for its size.
 _SLACK = 64
@@ -62,6 +63,18 @@ class CompressionResult:
     history: list[dict[str, float]]
     curve: list[dict]
     seconds: float
+
+    def __repr__(self):
+        return show_compression(
+            compression(
+                self.stages,
+                self.file,
+                self.file_bytes,
+                self.path,
+                self.seconds,
+                "validation data" if self.stages else "no validation data",
+            )
+        )
 
     @property
     def ratio(self) -> float:
@@ -122,10 +135,11 @@ def compress(
       keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
         the file; see `CodedPosterior`.
       overwrite: whether existing files may be replaced.
-      verbose: 0 for silence, 1 for progress bars.
+      verbose: 0 for silence, 1 for progress: bars on a terminal and in a notebook, a
+        few lines elsewhere.
 
     Returns:
-      A `CompressionResult`.
+      A `CompressionResult`; printed, it is four lines.
 
     Raises:
       ValueError: if an argument is out of range, the data is not finite, the target

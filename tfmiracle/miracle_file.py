@@ -64,6 +64,12 @@ class CodedGroup:
     scales: np.ndarray
     indices: np.ndarray
 
+    def __repr__(self):
+        return (
+            f"CodedGroup({self.layout.num_blocks} blocks of {self.layout.block_size} "
+            f"weights, {self.block_bits} bits each, codebook={self.codebook!r})"
+        )
+
     @property
     def payload_bytes(self) -> int:
         """Bytes of the packed indices."""
@@ -90,6 +96,12 @@ class MiracleFile:
     stored: Sequence[np.ndarray]
     architecture: dict
     metadata: dict = dataclasses.field(default_factory=dict)
+
+    def __repr__(self):
+        return (
+            f"MiracleFile({self.num_weights} weights of {len(self.names)} variables, "
+            f"{len(self.groups)} groups, {self.payload_bytes} bytes of indices)"
+        )
 
     @property
     def payload_bytes(self) -> int:
@@ -259,10 +271,27 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
         raise FileExistsError(
             f"{path} exists. Choose another name, or allow overwriting (`overwrite`)."
         )
+    check_folder(path.parent)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} does not exist; create it.")
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"The folder {path.parent} cannot be written to.")
+
+
+def check_folder(path: str | os.PathLike) -> None:
+    """Checks that `path` is, or can become, a folder to write to.
+
+    Raises:
+      NotADirectoryError: if it, or what it is in, is a file.
+      PermissionError: if it cannot be written to or made.
+    """
+    path = pathlib.Path(path)
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise NotADirectoryError(
+            f"{there} is no folder, so nothing can be written to {path}/; choose "
+            "another folder."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"The folder {there} cannot be written to.")
 
 
 def write_atomically(
