@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import MiracleFile, section_bytes
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
     architecture_by_place,
@@ -330,12 +331,51 @@ def block_size_for(
     budget = target_bytes(target, file.num_weights)
     num_blocks = (budget - fixed) * 8 // max(recipe.block_bits, 1)
     if num_blocks < 1:
-        raise ValueError(
-            f"`target` cannot be met: {target!r} is {budget} bytes, but architecture, "
-            f"layout and stored variables alone may take {fixed}, and one block takes "
-            f"{recipe.block_bits} bits."
-        )
+        raise ValueError(_cannot_be_met(target, budget, file, rules))
     return -(-posterior.layout.num_effective // num_blocks)
+
+
+def _cannot_be_met(target, budget, file, rules):
+    """Says what the smallest file is, what takes its bytes, and what would help."""
+    parts = section_bytes(file.to_bytes())
+    least = sum(parts.values()) + _SLACK
+    count = file.num_weights
+    ratio, bits = math.floor(40 * count / least) / 10, math.ceil(800 * least / count)
+    text = (
+        f"`target` cannot be met: {target!r} is {budget:,} bytes, and the smallest "
+        f"file of this network that can be promised takes {least:,} ('{ratio:.1f}x', "
+        f"'{bits / 100:.2f} bits'): {parts['description']:,} for architecture, names "
+        f"and settings, {parts['layout']:,} for the layout with its coding scales, "
+        f"{parts['stored']:,} for stored variables, {parts['indices']:,} for one "
+        f"block, {_SLACK} in reserve."
+    )
+    number = re.fullmatch(r"\s*([0-9.]+)\s*", str(target))
+    if number:
+        as_ratio = target_bytes(f"{number[1]}x", count)
+        text += (
+            f" Did you mean '{number[1]}x', a ratio?"
+            if as_ratio >= least
+            else f" (As a ratio, '{number[1]}x', it would be {as_ratio:,} bytes.)"
+        )
+    if parts["stored"] > least / 2:
+        saved = {}
+        stored = [n for n, p in zip(file.names, file.coded, strict=True) if p is None]
+        for name, value in zip(stored, file.stored, strict=True):
+            if value.dtype == np.float32:
+                *_, last = name.split("/")
+                pattern = f"*/{last}" if last != name else name
+                saved[pattern] = saved.get(pattern, 0) + value.nbytes // 2
+        most = sorted(saved, key=saved.get, reverse=True)[:3]
+        if most:
+            advice = ", ".join(f"'{pattern}': 'store=float16'" for pattern in most)
+            text += (
+                f" The rules {{{advice}}} save about "
+                f"{sum(saved[pattern] for pattern in most):,} bytes."
+            )
+        text += " What trains, and no rule stores, is coded; 'hash=N' keeps it small."
+    if any("own_scale" in rule for rule in (rules or {}).values()):
+        text += " Without the rule 'own_scale' a variable takes 4 bytes less."
+    return text
 
 
 def target_bytes(target: str | int, num_weights: int) -> int:

@@ -316,6 +316,22 @@ def write_atomically(
         raise
 
 
+def section_bytes(data: bytes) -> dict[str, int]:
+    """Sizes of the sections of a whole file, with their heads and check values."""
+    sizes, position = {}, len(MAGIC) + 1
+    names = {
+        _DESCRIPTION: "description",
+        _LAYOUT: "layout",
+        _INDICES: "indices",
+        _STORED: "stored",
+    }
+    for tag, name in names.items():
+        before = position
+        _, position = _read_section(data, position, tag)
+        sizes[name] = position - before
+    return sizes
+
+
 def _description_dictionary() -> bytes:
     """Text that descriptions have in common; part of the format."""
     return (pathlib.Path(__file__).parent / "description_v1.dict").read_bytes()

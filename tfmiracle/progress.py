@@ -77,4 +77,5 @@ def warnings_on_one_line():
 
     with warnings.catch_warnings():
         warnings.showwarning = show
+        warnings.simplefilter("ignore", DeprecationWarning)  # for who writes code
         yield
