@@ -91,10 +91,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
             raise
-        if isinstance(error, OSError) and error.strerror:
-            name = "" if error.filename is None else f": {error.filename}"
-            _complain(f"{error.strerror}{name}")
-            return 2
         if isinstance(error, ValueError | OSError | flags.Error):
             _complain(error)
             return 2
@@ -106,7 +102,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(text):
-    print(f"tfmiracle: {one_line(text)}", file=sys.stderr, flush=True)
+    text = re.sub(r"\[Errno \d+\] ", "", one_line(text))
+    print(f"tfmiracle: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

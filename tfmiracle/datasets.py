@@ -150,6 +150,11 @@ def _inputs(name, key, x, shape=None):
 
 
 def _labels(name, key, y, count):
+    if y.dtype.kind in "USO":
+        raise ValueError(
+            f"{name}: {key} holds text. Give class numbers from 0, as "
+            "`numpy.unique(labels, return_inverse=True)[1]` makes them."
+        )
     if y.shape[:1] != (count,) or y.dtype.kind not in "fiub" or not y.size:
         raise ValueError(
             f"{name}: {key} must hold a class number (an integer from 0), a one-hot "

@@ -1,6 +1,7 @@
 """What a network is for: its inputs, its labels, and how it is judged."""
 
 import dataclasses
+import re
 
 import keras
 import numpy as np
@@ -25,21 +26,22 @@ _SCALE = (
 )
 # As in `x / 255`.
 _ARITHMETIC = ("Add", "Divide", "Multiply", "Subtract", "TrueDivide")
+# Losses of classes -> the labels they take.
 _ONE_OF_MANY = {
-    "sparsecategoricalcrossentropy": "class numbers",
-    "categoricalcrossentropy": "rows",
-    "categoricalfocalcrossentropy": "rows",
-    "categoricalhinge": "rows",
-    "kldivergence": "rows",
+    "sparse_categorical_crossentropy": "numbers",
+    "categorical_crossentropy": "rows",
+    "categorical_focal_crossentropy": "rows",
+    "categorical_hinge": "rows",
+    "kl_divergence": "rows",
 }
-# Yes or no for each unit -> the score above which it is yes.
+# Losses of yes or no for each output -> the output above which it is yes.
 _YES_OR_NO = {
-    "binarycrossentropy": 0.5,
-    "binaryfocalcrossentropy": 0.5,
+    "binary_crossentropy": 0.5,
+    "binary_focal_crossentropy": 0.5,
     "hinge": 0.0,
-    "squaredhinge": 0.0,
+    "squared_hinge": 0.0,
 }
-_IN_PYTHON = "use `tfmiracle.compress` in Python for others"
+_IN_PYTHON = "For others use `tfmiracle.compress` in Python"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +111,16 @@ def task_of(net: keras.Model, data: Dataset, loss=None) -> Task:
     Raises:
       ValueError: if the data set does not fit the network.
     """
-    takes, gives = getattr(net, "input_shape", None), getattr(net, "output_shape", None)
-    if not all(
-        isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
-        for shape in (takes, gives)
-    ):
+    takes, gives = _shape_of(net, "input_shape"), _shape_of(net, "output_shape")
+    if takes is None or gives is None:
         raise ValueError(
-            "the network must have one input and one output of known shape; "
+            "the network must have one input and one output of known shape. "
             f"{_IN_PYTHON}"
         )
     done = []
     x_train, x_test = (
-        _inputs(key, getattr(data, key), net, done) for key in ("x_train", "x_test")
+        _inputs(key, getattr(data, key), net, takes[1:], done)
+        for key in ("x_train", "x_test")
     )
     y, kind, threshold = _labels(data, gives, loss, done)
     y_train, y_test = np.split(y, [len(x_train)])
@@ -128,24 +128,34 @@ def task_of(net: keras.Model, data: Dataset, loss=None) -> Task:
     if kind == "yes_or_no" and loss is None:
         scores = _predict(net, x_test)
         threshold = 0.5 if scores.min() >= 0 and scores.max() <= 1 else 0.0
-        done.append(f"y_test: 0 and 1; outputs above {threshold:g} count as 1")
+        done.append(f"y_test: outputs above {threshold:g} count as class 1")
     return Task(data, kind, threshold, done)
+
+
+def _shape_of(net, name):
+    """Shape of the only input or output, or None if there are more."""
+    shape = getattr(net, name, None)
+    if isinstance(shape, list) and len(shape) == 1:
+        (shape,) = shape
+    known = isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
+    return shape if known else None
 
 
 def _predict(net, x):
     """Outputs, also of a network of a fixed batch size."""
-    size = net.input_shape[0]
+    size = _shape_of(net, "input_shape")[0]
     padding = np.repeat(x[:1], -len(x) % (size or 1), axis=0)
     x_padded = np.concatenate([x, padding]) if len(padding) else x
-    return net.predict(x_padded, batch_size=size or 500, verbose=0)[: len(x)]
+    outputs = net.predict(x_padded, batch_size=size or 500, verbose=0)
+    return (outputs[0] if isinstance(outputs, list) else outputs)[: len(x)]
 
 
 # Inputs.
 
 
-def _inputs(key, x, net, done):
+def _inputs(key, x, net, shape, done):
     what = []
-    x = _shaped(x, net.input_shape[1:], what)
+    x = _shaped(x, shape, what)
     path = list(_until_weights(net))
     whole = x.dtype.kind in "iub"
     into = (getattr(net, "inputs", None) or [None])[0]
@@ -160,7 +170,7 @@ def _inputs(key, x, net, done):
     elif any(_scales(step) for step in path):
         x = x.astype(np.float32)
         what.append("uint8 not scaled, the network does it itself")
-    elif not _takes_images(net.input_shape[1:], path):
+    elif not _takes_images(shape, path):
         x = x.astype(np.float32)
         what.append("uint8 not scaled, these are no images")
     else:
@@ -249,8 +259,8 @@ def _labels(data, output_shape, loss, done):
         return _as_values(y, shape, name), kind, threshold
     if len(shape) != 1:
         raise ValueError(
-            f"the network's output of shape {output_shape} has a label for each "
-            f"position; the command line takes one for each example, {_IN_PYTHON}"
+            f"the network's output of shape {output_shape} needs a label for each "
+            f"position, and the command line takes one for each example. {_IN_PYTHON}"
         )
     numbers, units = class_numbers(y), shape[0]
     if kind == "yes_or_no" and units == 1:
@@ -260,18 +270,17 @@ def _labels(data, output_shape, loss, done):
         if y.ndim != 1 or not _are_binary(y):
             raise ValueError(
                 "one unit tells two classes apart, and its labels must be 0 and 1, but "
-                f"are {y.dtype} of shape {y.shape[1:]} from {y.min():g} to "
-                f"{y.max():g}. For more classes take a unit for each and "
+                f"are {_description(y)}. For more classes take a unit for each and "
                 "sparse_categorical_crossentropy"
             )
         return y.astype(np.float32)[:, np.newaxis], kind, threshold
-    if form == "class numbers":
+    if form == "numbers":
         if numbers is None:
             raise ValueError(
-                f"the labels must be class numbers (integers from 0) or one-hot rows "
-                f"{f'for the loss {name} ' if name else ''}but are {y.dtype} of shape "
-                f"{y.shape[1:]} from {y.min():g} to {y.max():g}. To predict values, "
-                "compile the network with a loss such as 'mse'"
+                "the labels must be class numbers (integers from 0) or one-hot rows"
+                f"{f' for the loss {name}' if name else ''}, but are "
+                f"{_description(y)}. To predict values, compile the network with a loss "
+                "such as 'mse'"
             )
         if y.ndim > 1:
             done.append("y_train, y_test: one-hot rows turned into class numbers")
@@ -291,7 +300,7 @@ def _kind(y, shape, name):
     units = shape[0] if len(shape) == 1 else None
     rows = y.ndim == 2 and y.shape[1] == units and units > 1
     if rows and class_numbers(y) is not None:
-        return "classes", "class numbers" if name is None else "rows"
+        return "classes", "numbers" if name is None else "rows"
     if name in _YES_OR_NO:
         soft = np.all((y >= 0) & (y <= 1)) and not _are_binary(y)
         return "values" if soft or units is None else "yes_or_no", "rows"
@@ -307,12 +316,12 @@ def _kind(y, shape, name):
         shares = np.all(y >= 0) and np.allclose(y.sum(1), 1, atol=1e-3)
         return ("classes", "rows") if shares else ("values", None)
     if units is not None or y.shape[1:] != shape:
-        return "classes", "class numbers"
+        return "classes", "numbers"
     return "values", None
 
 
 def _name_and_threshold(loss):
-    """The name of a loss, in small letters alone, and its threshold for yes."""
+    """The name of a loss as a function, and its threshold for yes."""
     if isinstance(loss, dict):
         loss = list(loss.values())
     if isinstance(loss, list | tuple):
@@ -322,10 +331,16 @@ def _name_and_threshold(loss):
     loss = keras.losses.get(loss)
     is_object = isinstance(loss, keras.losses.Loss)
     name = type(loss).__name__ if is_object else getattr(loss, "__name__", "loss")
-    name = name.replace("_", "").lower()
+    name = name.replace("KLD", "KL_D")
+    name = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
     if is_object and loss.get_config().get("from_logits"):
         return name, 0.0
     return name, _YES_OR_NO.get(name, 0.5)
+
+
+def _description(y):
+    least, most = float(y.min()), float(y.max())
+    return f"{y.dtype} of shape {y.shape[1:]}, from {least:g} to {most:g}"
 
 
 def _are_binary(y):
@@ -340,9 +355,10 @@ def _as_values(y, shape, name):
         n not in (None, found) for n, found in zip(shape, y.shape[1:])
     ):
         raise ValueError(
-            f"the network gives outputs of shape {tuple(shape)}, and "
-            f"{f'its loss {name}' if name else 'it'} compares them with labels of that "
-            f"shape, but the data set has {y.shape[1:]}; {_IN_PYTHON}"
+            f"the network's outputs have shape {tuple(shape)}"
+            f"{f', and the loss {name} wants labels like them' if name else ''}, but "
+            f"the labels have shape {y.shape[1:]}. For class numbers compile it with "
+            f"sparse_categorical_crossentropy. {_IN_PYTHON}"
         )
     return y.astype(np.float32)
 
