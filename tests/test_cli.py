@@ -708,15 +708,6 @@ def test_errors_are_one_line_without_colours(
     assert said == f"tfmiracle: {text}{hint if status == 1 else ''}"
 
 
-def test_names_in_a_file_cannot_draw_on_the_terminal(tmp_path, capsys):
-    names, path = ["\x1b[2Jone\nline", "two\u202e"], tmp_path / "odd.miracle"
-    MiracleFile(names, [None] * 2, [], [np.zeros(1)] * 2, {}).write(path)
-    assert cli.main(["info", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert re.search("^one line +1 ", out, re.M) and re.search("^two +1 ", out, re.M)
-    assert "\x1b" not in out
-
-
 # In processes of their own.
 
 MAIN = "from tfmiracle.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -40,7 +40,7 @@ from tfmiracle.miracle_file import (
     check_output,
     write_atomically,
 )
-from tfmiracle.progress import one_line, printable, warnings_on_one_line
+from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
@@ -170,7 +170,7 @@ def _run(argv):
     if values.json:
         print(json.dumps(_finite(result), allow_nan=False))
     else:
-        print("\n".join(printable(line) for line in command.show(result).split("\n")))
+        print(command.show(result))
     return 0
 
 
@@ -708,7 +708,7 @@ def _reason(name, rules):
 def _show_info(r):
     rows = [("variable", "shape", "treatment", "reason", "bits", "share")] + [
         (
-            one_line(v["name"]),
+            v["name"],
             "x".join(map(str, v["shape"])),
             v["treatment"],
             v["reason"],

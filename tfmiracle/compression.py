@@ -342,7 +342,7 @@ def _cannot_be_met(target, budget, file, rules):
     count = file.num_weights
     ratio, bits = math.floor(40 * count / least) / 10, math.ceil(800 * least / count)
     text = (
-        f"`target` cannot be met: {target!r} is {budget:,} bytes, and the smallest "
+        f"`target` cannot be met: {target!r} means {budget:,} bytes, but the smallest "
         f"file of this network that can be promised takes {least:,} ('{ratio:.1f}x', "
         f"'{bits / 100:.2f} bits'): {parts['description']:,} for architecture, names "
         f"and settings, {parts['layout']:,} for the layout with its coding scales, "

@@ -317,18 +317,16 @@ def write_atomically(
 
 
 def section_bytes(data: bytes) -> dict[str, int]:
-    """Sizes of the sections of a whole file, with their heads and check values."""
-    sizes, position = {}, len(MAGIC) + 1
-    names = {
-        _DESCRIPTION: "description",
-        _LAYOUT: "layout",
-        _INDICES: "indices",
-        _STORED: "stored",
-    }
-    for tag, name in names.items():
-        before = position
-        _, position = _read_section(data, position, tag)
-        sizes[name] = position - before
+    """What the sections of a whole file take, the first with the start of the file."""
+    sizes, position = {}, 0
+    for tag, name in (
+        (_DESCRIPTION, "description"),
+        (_LAYOUT, "layout"),
+        (_INDICES, "indices"),
+        (_STORED, "stored"),
+    ):
+        _, end = _read_section(data, position or len(MAGIC) + 1, tag)
+        sizes[name], position = end - position, end
     return sizes
 
 

@@ -58,14 +58,10 @@ class Lines:
             )
 
 
-def printable(text: str) -> str:
-    """Text without the colours and control characters that a terminal would obey."""
-    return "".join(c for c in _ESCAPE.sub("", text) if c.isprintable())
-
-
 def one_line(text) -> str:
-    """Any text, or error, on one line that can be printed."""
-    return printable(" ".join(_ESCAPE.sub("", str(text)).split()))
+    """Any text, or error, on one line without what a terminal would obey."""
+    words = " ".join(_ESCAPE.sub("", str(text)).split())
+    return "".join(c for c in words if c.isprintable())
 
 
 @contextlib.contextmanager

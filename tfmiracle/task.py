@@ -279,8 +279,8 @@ def _labels(data, output_shape, loss, done):
             raise ValueError(
                 "the labels must be class numbers (integers from 0) or one-hot rows"
                 f"{f' for the loss {name}' if name else ''}, but are "
-                f"{_description(y)}. To predict values, compile the network with a loss "
-                "such as 'mse'"
+                f"{_description(y)}. To predict values, compile the network with a "
+                "loss such as 'mse'"
             )
         if y.ndim > 1:
             done.append("y_train, y_test: one-hot rows turned into class numbers")
