@@ -259,6 +259,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
     Raises:
       FileExistsError: if `path` exists and `overwrite` is false.
       FileNotFoundError: if its folder does not exist.
+      NotADirectoryError: if what should be its folder is a file.
       IsADirectoryError: if it is a folder.
       PermissionError: if its folder cannot be written to.
     """
@@ -287,10 +288,10 @@ def check_folder(path: str | os.PathLike) -> None:
     there = next(p for p in (path, *path.parents) if os.path.lexists(p))
     if not there.is_dir():
         raise NotADirectoryError(
-            f"{there} is no folder, so nothing can be written to {path}/; choose "
-            "another folder."
+            f"{there} is no folder: the folder {path} does not exist and cannot be "
+            "made. Choose another one."
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(there, os.W_OK):
         raise PermissionError(f"The folder {there} cannot be written to.")
 
 
