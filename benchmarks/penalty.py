@@ -29,6 +29,7 @@ from tfmiracle.miracle_file import MiracleFile, write_atomically
 from tfmiracle.network import accuracy_of, set_weights, to_network
 from tfmiracle.pruning import pruned_networks
 from tfmiracle.records import read_record
+from tfmiracle.task import task_of
 
 BATCHES = 100
 FRACTIONS = tuple(i / 10 for i in range(10))
@@ -140,6 +141,7 @@ def measured(folder: pathlib.Path, name: str, record: dict, data, beta: float) -
     posterior = CodedPosterior.read(folder / f"{name}.posterior.npz")
     posterior.check_fits(file)
     net, settings = to_network(decode(file)), record["settings"]
+    data = task_of(net, data).data
     moments = likelihood_moments(file, posterior, net, data, settings)
     found = {"run": name, "fractions": FRACTIONS, "quantiles": QUANTILES}
     found["root_mean_square_gradients"] = np.sqrt(moments.mean(1)).tolist()

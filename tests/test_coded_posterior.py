@@ -37,6 +37,11 @@ def test_it_is_q(posterior):
         np.testing.assert_allclose(posterior.scale[g], stddev, rtol=1e-6)
 
 
+def test_what_is_printed_holds_no_arrays(posterior):
+    count = sum(map(len, posterior.loc))
+    assert repr(posterior) == f"CodedPosterior({count} weights of 2 groups)"
+
+
 def test_round_trip(posterior, tmp_path):
     path = tmp_path / "net.posterior.npz"
     posterior.write(path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import keras
 import numpy as np
@@ -104,6 +105,16 @@ def test_compress(tmp_path, quick, capsys):
         verbose=0,
     )
     assert capsys.readouterr().out == ""
+    print(result)
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"error before [\d.]+%, after [\d.]+% \(validation data\)", first
+    )
+    assert f"before {1 - result.stages['warmup']['accuracy']:.2%}" in first
+    assert f"after {1 - result.stages['decoded']['accuracy']:.2%}" in first
+    assert rest[0].startswith(f"{path}: {path.stat().st_size:,} bytes, of which ")
+    assert len(rest) == 3 and rest[2].endswith(" seconds")
+    assert repr(result) == str(result)
 
     # The model given is untouched.
     for variable, value in zip(net.weights, before, strict=True):
@@ -162,6 +173,8 @@ def test_a_dataset_no_validation_and_progress(tmp_path, short, capsys):
     assert result.stages == {}
     out = capsys.readouterr().out
     assert "Variational training, 2 steps" in out and "Coding" in out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert repr(result).startswith("not evaluated (no validation data)\n")
     file = MiracleFile.read(path)
     assert [place is None for place in file.coded[-2:]] == [True, True]
     # one/kernel, one/bias and gamma, beta of the normalization.
@@ -547,10 +560,66 @@ def test_stored_values_may_grow_in_training():
     assert used <= 4000 < len(smaller.to_bytes()) + 2 * 64
 
 
-@pytest.mark.parametrize("target", [1, 100, "1000x", "0.01 bits", "1e999x"])
+@pytest.mark.parametrize("target", [1, 100, "1000x", "0.01 bits", "5 B"])
 def test_impossible_targets_are_refused(target):
-    with pytest.raises(ValueError, match="`target`"):
-        block_size_for(small_net(), target, FAST)
+    net = small_net(300)
+    with pytest.raises(ValueError, match="`target` cannot be met") as refusal:
+        block_size_for(net, target, FAST)
+    least, ratio, bits, *parts = re.search(
+        r"takes ([\d,]+) \('([\d.]+x)', '([\d.]+ bits)'\): ([\d,]+) for architecture, "
+        r".*?, ([\d,]+) for the layout .*?, ([\d,]+) for stored variables, (\d+) for "
+        r"one block, (\d+) in reserve",
+        str(refusal.value),
+    ).groups()
+    least = int(least.replace(",", ""))
+    assert sum(int(part.replace(",", "")) for part in parts) == least
+    # What it promises holds, and is the least.
+    for possible in (least, ratio, bits):
+        assert block_size_for(net, possible, FAST) > 0
+    with pytest.raises(ValueError, match="cannot be met"):
+        block_size_for(net, least - 1, FAST)
+
+
+@pytest.mark.parametrize(
+    "target, hint",
+    [
+        (2, "Did you mean '2x', a ratio?"),
+        ("1.5", "Did you mean '1.5x', a ratio?"),
+        (200, "(As a ratio, '200x', it would be "),
+        ("200 B", None),
+        ("1000x", None),
+    ],
+)
+def test_a_ratio_that_was_meant_is_asked_for(target, hint):
+    with pytest.raises(ValueError, match="cannot be met") as refusal:
+        block_size_for(small_net(500), target, FAST)
+    assert hint is None or hint in str(refusal.value)
+    assert (hint is not None) == ("ratio" in str(refusal.value))
+
+
+def test_rules_that_would_help_are_named():
+    def refusal(net, **options):
+        with pytest.raises(ValueError, match="cannot be met") as found:
+            block_size_for(net, 100, FAST, **options)
+        return str(found.value)
+
+    net = small_net(300)
+    text = refusal(net)
+    rules = {"*/moving_mean": "store=float16", "*/moving_variance": "store=float16"}
+    assert f"The rules {rules} save about 1,200 bytes." in text
+
+    def least(text):
+        return int(re.search(r"takes ([\d,]+)", text)[1].replace(",", ""))
+
+    shorter = refusal(net, rules=rules)
+    assert "float16" not in shorter
+    assert least(shorter) == pytest.approx(least(text) - 1200, abs=50)
+    stored = refusal(net, rules={"one/kernel": "store"})
+    assert "'*/kernel': 'store=float16'" in stored and "hash=N" in stored
+    assert "own_scale" not in text
+    assert "Without the rule 'own_scale'" in refusal(net, rules={"*": "own_scale"})
+    plain = refusal(small_net(300, normalized=False))
+    assert "float16" not in plain and "hash" not in plain
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from tfmiracle.datasets import Dataset, load_dataset
+from tfmiracle.datasets import Dataset, class_numbers, load_dataset
 
 
 def good(count=12, shape=(4, 4)):
@@ -44,28 +44,53 @@ def test_digits():
     np.testing.assert_array_equal(digits.y_train, train)
 
 
-def test_bytes_are_scaled_and_images_get_a_channel(tmp_path):
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.float16, np.float64, np.int16, np.uint16, bool]
+)
+def test_arrays_are_taken_as_they_are(tmp_path, dtype):
     arrays = good()
-    data = load_dataset(saved(tmp_path / "data.npz"))
-    assert data.x_train.shape == (12, 4, 4, 1) and data.x_test.shape == (4, 4, 4, 1)
-    expected = arrays["x_train"].astype(np.float32) / np.float32(255)
-    np.testing.assert_array_equal(data.x_train[..., 0], expected)
-    np.testing.assert_array_equal(data.y_test, [0, 1, 2, 3])
+    arrays["x_train"] = arrays["x_train"].astype(dtype)
+    data = load_dataset(saved(tmp_path / "data.npz", **arrays))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(getattr(data, name), array, strict=True)
+    assert data.image_shape == (4, 4, 1)
     assert data.num_classes == 4
-    assert {data.y_train.dtype, data.y_test.dtype} == {np.dtype(np.int64)}
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int16, np.uint16, bool])
-def test_other_inputs_are_taken_as_they_are(tmp_path, dtype):
-    train = np.arange(24).reshape(12, 2).astype(dtype)
-    data = load_dataset(
-        saved(tmp_path / "data.npz", x_train=train, x_test=train[:4]),
-    )
-    assert data.x_train.dtype == np.float32
-    np.testing.assert_array_equal(data.x_train, train.astype(np.float32))
-    colours = np.zeros((12, 3, 3, 3))
-    path = saved(tmp_path / "data.npz", x_train=colours, x_test=colours[:4])
-    assert load_dataset(str(path)).x_test.shape == (4, 3, 3, 3)
+@pytest.mark.parametrize(
+    "y, expected",
+    [
+        ([0, 2, 1], [0, 2, 1]),
+        ([[0], [2], [1]], [0, 2, 1]),
+        ([0.0, 2.0, 1.0], [0, 2, 1]),
+        ([True, False], [1, 0]),
+        ([[0, 1, 0], [1, 0, 0]], [1, 0]),
+        ([[0.0, 1.0], [True, 0.0]], [1, 0]),
+        ([0.5, 1.0], None),
+        ([-1, 1], None),
+        ([[0, 1, 1], [1, 0, 0]], None),
+        ([[0, 0], [1, 0]], None),
+        ([[0, 2], [1, 0]], None),
+        ([[[0, 1]]], None),
+    ],
+)
+def test_class_numbers(y, expected):
+    found = class_numbers(np.array(y))
+    if expected is None:
+        assert found is None
+    else:
+        np.testing.assert_array_equal(found, np.array(expected), strict=True)
+
+
+def test_number_of_classes():
+    def classes(y_train, y_test):
+        y_train, y_test = np.array(y_train), np.array(y_test)
+        return Dataset(np.zeros(3), y_train, np.zeros(3), y_test).num_classes
+
+    assert classes([0, 1, 1], [0, 4, 1]) == 5
+    assert classes(np.eye(3), np.eye(3)) == 3
+    with pytest.raises(ValueError, match="class numbers from 0 or one-hot rows"):
+        classes([0.5, 1, 1], [0, 1, 1])
 
 
 def with_value(key, index, value):
@@ -89,14 +114,13 @@ def with_value(key, index, value):
         ({"x_test": np.zeros((4, 5, 4))}, r"x_test have shape \(5, 4\)"),
         ({"x_test": np.zeros((4, 16))}, r"x_test have shape \(16,\)"),
         ({"y_train": np.arange(11)}, "each of the 12"),
-        ({"y_train": np.zeros((12, 2), int)}, "one class number"),
-        ({"y_train": np.zeros((2, 6), int)}, "one class number"),
-        ({"y_train": np.int64(3)}, "one class number"),
-        ({"y_train": np.zeros(0, int)}, "one class number"),
-        ({"y_test": np.zeros(4)}, "an integer"),
-        ({"y_test": np.full(4, True)}, "an integer"),
-        ({"y_test": np.full(4, "cat")}, "an integer"),
-        ({"y_test": np.array([0, 1, -1, 2])}, "from 0"),
+        ({"y_train": np.zeros((2, 6), int)}, "each of the 12"),
+        ({"y_train": np.zeros((12, 0), int)}, "each of the 12"),
+        ({"y_train": np.int64(3)}, "each of the 12"),
+        ({"y_train": np.zeros(0, int)}, "each of the 12"),
+        ({"y_test": np.zeros(4, complex)}, "each of the 4"),
+        ({"y_test": np.full(4, "cat")}, r"y_test holds text.*numpy\.unique"),
+        ({"y_test": np.array([0, 1, np.nan, 2])}, r"y_test\[2\].*finite"),
         ({"y_test": np.array([{}] * 4)}, r"no readable \.npz"),
     ],
 )
@@ -167,8 +191,7 @@ def test_keras_datasets(monkeypatch, name):
 
     monkeypatch.setattr(getattr(keras.datasets, name), "load_data", load)
     data = load_dataset(name)
-    assert data.x_train.shape == (12, 4, 4, 1 if name == "mnist" else 3)
-    assert data.x_train.max() <= 1
+    np.testing.assert_array_equal(data.x_train, arrays["x_train"], strict=True)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.25, 1 / 3, 0.5, 0.99])
@@ -205,9 +228,9 @@ def test_mnist():
     if not path or not pathlib.Path(path).is_file():
         pytest.skip("the environment variable TFMIRACLE_MNIST names no file")
     data = load_dataset(path)
-    assert data.x_train.shape == (60_000, 28, 28, 1)
-    assert data.x_test.shape == (10_000, 28, 28, 1)
-    assert (data.x_train.min(), data.x_train.max()) == (0, 1)
+    assert data.x_train.shape == (60_000, 28, 28)
+    assert data.x_test.shape == (10_000, 28, 28)
+    assert (data.x_train.min(), data.x_train.max()) == (0, 255)
     assert np.bincount(data.y_train).tolist() == [
         5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949,
     ]  # fmt: skip

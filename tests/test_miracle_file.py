@@ -15,7 +15,7 @@ import reference_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support import DICTIONARY, join_sections
+from support import DICTIONARY, GOLDEN, join_sections
 
 from tfmiracle import miracle_file
 from tfmiracle.codebook import normal_quantiles
@@ -27,7 +27,9 @@ from tfmiracle.miracle_file import (
     CodedGroup,
     FileFormatError,
     MiracleFile,
+    check_folder,
     check_output,
+    section_bytes,
     write_atomically,
 )
 
@@ -213,6 +215,28 @@ def test_bytes_are_those_of_the_document():
 
 
 # Damage.
+
+
+@given(files())
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_sections_are_the_whole_file(file):
+    data = file.to_bytes()
+    sizes = section_bytes(data)
+    assert sum(sizes.values()) == len(data)
+    assert sizes["indices"] == file.payload_bytes + 9
+
+
+def test_what_is_printed_holds_no_arrays():
+    with np.printoptions(threshold=10**9):
+        file = MiracleFile.read(GOLDEN / "shared.miracle")
+        decoded = decode(file)
+        for value, word in (
+            (file, f"{file.num_weights} weights"),
+            (file.groups[0], f"{file.groups[0].layout.num_blocks} blocks"),
+            (decoded, f"{file.num_weights} weights"),
+        ):
+            assert word in repr(value) and len(repr(value)) < 120
+            assert str(value) == repr(value)
 
 
 def test_every_flipped_bit_is_detected():
@@ -660,3 +684,23 @@ def test_what_json_cannot_say_is_not_written():
     for metadata in ({"x": math.nan}, {"x": math.inf}):
         with pytest.raises(ValueError, match="JSON"):
             dataclasses.replace(small_file(), metadata=metadata).to_bytes()
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/deep"])
+def test_a_file_is_no_folder(below, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"file is no folder"):
+        check_folder(tmp_path / "file" / below)
+    check_folder(tmp_path / "new" / below)  # it can be made
+    assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match=r"link is no folder"):
+        check_folder(tmp_path / "link" / below)
+
+
+def test_folders_that_cannot_be_written_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may always
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        check_folder(tmp_path / "new")
+    with pytest.raises(PermissionError, match="cannot be written to"):
+        check_output(tmp_path / "new")

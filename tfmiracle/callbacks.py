@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 
-from tfmiracle import miracle_file
+from tfmiracle import miracle_file, progress
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import check_network, coded_posterior, to_file
@@ -46,8 +46,8 @@ class CompressionCallback(keras.callbacks.Callback):
         coded, which diagnostics and pruning need; by default nowhere.
       metadata: further entries for the file's metadata; anything JSON can say, up to
         1 MiB.
-      verbose: 0 for silence, 1 for a progress bar over blocks where `fit` itself shows
-        none (`verbose=0`).
+      verbose: 0 for silence, 1 for progress over blocks where `fit` itself shows none
+        (`verbose=0`): a bar on a terminal and in a notebook, a few lines elsewhere.
 
     Attributes:
       history: one dict a round: "step", "blocks" coded so far, mean "kl_bits" and
@@ -165,7 +165,7 @@ class CompressionCallback(keras.callbacks.Callback):
         self._start = time.monotonic() - state["seconds"]
         self._bar = None
         if self.verbose and not (self.params or {}).get("verbose"):
-            self._bar = keras.utils.Progbar(self._num_blocks, unit_name="block")
+            self._bar = progress.bar("Coding", self._num_blocks, "block")
         self._code_what_is_due(logs)
 
     def on_train_batch_end(self, batch, logs=None):

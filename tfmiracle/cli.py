@@ -2,7 +2,8 @@
 
 Every command has its own absl flags, so that a flag of another command is an error;
 `--flagfile=FILE` reads flags from a file. Results go to standard output, everything
-else to standard error. Exit status: 0 done, 2 bad input, 1 a defect.
+else to standard error. Exit status: 0 done, 2 bad input, 1 a defect, 130 or 143 ended
+by Ctrl-C or SIGTERM.
 """
 
 import collections
@@ -14,9 +15,12 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import typing
 import warnings
 import zipfile
@@ -27,19 +31,22 @@ from absl import flags
 
 from tfmiracle import __version__
 from tfmiracle.coded_posterior import CodedPosterior
-from tfmiracle.datasets import Dataset, load_dataset
+from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import (
     DEFAULT_MAX_WEIGHTS,
     MiracleFile,
+    check_folder,
     check_output,
     write_atomically,
 )
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
+from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
 from tfmiracle.rules import Treatment, match_path
+from tfmiracle.summary import compression, show_compression, show_sizes, sizes
 
 # TensorFlow, which is loaded later, takes oneDNN by itself only on processors with
 # instructions for neural networks; on others it halves the time of a step all the same.
@@ -63,29 +70,59 @@ class Command:
     define: Callable[[flags.FlagValues], None]
     run: Callable[..., dict]
     show: Callable[[dict], str]
+    keeps_state: bool = False
+
+
+class _Ended(BaseException):
+    """The process was told to end; no handler of errors should stop that."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command line and returns its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(argv)
-    except KeyboardInterrupt:
-        print("tfmiracle: interrupted", file=sys.stderr)
+        with _ended_by_sigterm(), warnings_on_one_line():
+            return _run(argv)
+    except KeyboardInterrupt as end:
+        _complain(f"interrupted{end}")
         return 130
+    except _Ended as end:
+        _complain(f"ended by SIGTERM{end}")
+        return 143
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
             raise
-        text = " ".join(str(error).split())
         if isinstance(error, ValueError | OSError | flags.Error):
-            print(f"tfmiracle: {text}", file=sys.stderr)
+            _complain(error)
             return 2
-        print(
-            f"tfmiracle: unexpected {type(error).__name__}: {text} "
-            "(set TFMIRACLE_TRACEBACK=1 to see where)",
-            file=sys.stderr,
+        _complain(
+            f"unexpected {type(error).__name__}: {error} "
+            "(set TFMIRACLE_TRACEBACK=1 to see where)"
         )
         return 1
+
+
+def _complain(text):
+    text = re.sub(r"\[Errno \d+\] ", "", one_line(text))
+    print(f"tfmiracle: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm():
+    """SIGTERM unwinds the stack, so that nothing half-written is left."""
+
+    def end(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise _Ended
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(argv):
@@ -126,13 +163,27 @@ def _run(argv):
             f"{name} takes {f'one {command.argument}' if command.argument else 'flags'}"
             f" and no more; received {positional}"
         )
-    with contextlib.redirect_stdout(sys.stderr):
-        result = command.run(values, *positional)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = command.run(values, *positional)
+    except (KeyboardInterrupt, _Ended) as end:
+        raise type(end)(_how_to_go_on(command, values)) from None
     if values.json:
         print(json.dumps(_finite(result), allow_nan=False))
     else:
         print(command.show(result))
     return 0
+
+
+def _how_to_go_on(command, values):
+    if not command.keeps_state:
+        return ""
+    if not values.workdir:
+        return (
+            "; nothing is kept. With --workdir=FOLDER the same command would go on "
+            "where it was"
+        )
+    return f"; the same command goes on with what {values.workdir} keeps"
 
 
 def _finite(value):
@@ -255,7 +306,9 @@ def _compress(values):
     for name in ("data", "output"):
         if not values[name].value:
             raise flags.Error(f"--{name} is missing")
-    if not values.workdir:
+    if values.workdir:
+        check_folder(values.workdir)
+    else:
         check_output(values.output, values.overwrite)
     recipe = _recipe(values)
     data = load_dataset(values.data)
@@ -263,8 +316,12 @@ def _compress(values):
         data = data.hold_out(values.validation_fraction)
     _import_tensorflow()
     from tfmiracle.compression import compress
+    from tfmiracle.task import task_of
 
     net = _network(values.model, data, values.dtype_policy, recipe.seed)
+    task = task_of(net, data, net.loss)
+    _say(task.done)
+    data = task.data
     result = compress(
         net,
         (data.x_train, data.y_train),
@@ -272,27 +329,33 @@ def _compress(values):
         values.output,
         recipe,
         rules=_rules(values.rules),
-        metrics=["accuracy"],
+        metrics=task.metrics(),
         validation_data=(data.x_test, data.y_test),
         workdir=values.workdir,
         keep_posterior=values.keep_posterior,
         overwrite=values.overwrite,
     )
-    errors = {stage: _error(m) for stage, m in result.stages.items()}
-    before = "warmup" if recipe.warmup_steps else "original"
-    if before == "original" and values.model in _architectures():
-        before = "posterior_mean"  # there was no trained network
+    from_scratch = values.model in _architectures() and not recipe.warmup_steps
     return {
-        "error": errors["decoded"],
-        "error_before": errors[before],
-        "errors": errors,
-        "losses": {stage: m.get("loss") for stage, m in result.stages.items()},
-        "evaluated_on": "validation" if values.validation_fraction else "test",
-        **_sizes(result.file, result.file_bytes),
-        "seconds": round(result.seconds, 1),
-        "output": values.output,
+        **compression(
+            result.stages,
+            result.file,
+            result.file_bytes,
+            values.output,
+            result.seconds,
+            "validation" if values.validation_fraction else "test",
+            # There was no trained network.
+            before="posterior_mean" if from_scratch else None,
+        ),
         "history": result.history,
     }
+
+
+def _say(done, sets=("train", "test")):
+    """Says what was done to the arrays of the data sets that are used."""
+    for text in done:
+        if any(f"_{name}" in text.partition(":")[0] for name in sets):
+            print(text, flush=True)
 
 
 def _recipe(values):
@@ -321,7 +384,7 @@ def _network(name, data, dtype_policy, seed):
     if name in architectures:
         net = new_network(
             name,
-            data.x_train.shape[1:],
+            data.image_shape,
             data.num_classes,
             dtype_policy or "float32",
             seed,
@@ -338,19 +401,18 @@ def _network(name, data, dtype_policy, seed):
             try:
                 net = keras.saving.load_model(name)
             except (TypeError, ValueError) as error:
-                first = str(error).strip().partition("\n")[0]
-                raise ValueError(f"{name} cannot be loaded: {first:.300}") from error
+                text = one_line(error)
+                raise ValueError(f"{name} cannot be loaded: {text:.300}") from error
         if getattr(net, "loss", None) is None:
             raise ValueError(
                 f"{name} is not compiled, so its loss is unknown; compile it with a "
-                "loss for integer labels before saving it"
+                "loss before saving it"
             )
     else:
         raise ValueError(
             f"there is no model {name!r}: use {', '.join(architectures)} or the path "
             "of a .keras file"
         )
-    _check_fit(net, data)
     return net
 
 
@@ -358,32 +420,6 @@ def _architectures():
     from tfmiracle.architectures import ARCHITECTURES
 
     return ARCHITECTURES
-
-
-def _check_fit(net, data: Dataset):
-    shapes = getattr(net, "input_shape", None), getattr(net, "output_shape", None)
-    if not all(
-        isinstance(shape, tuple) and all(isinstance(n, int | None) for n in shape)
-        for shape in shapes
-    ):
-        raise ValueError(
-            "the network must have one input and one output of known shape; use "
-            "`tfmiracle.compress` in Python for others"
-        )
-    expected, found = tuple(net.input_shape[1:]), data.x_test.shape[1:]
-    if len(expected) != len(found) or any(
-        e not in (None, f) for e, f in zip(expected, found)
-    ):
-        raise ValueError(
-            f"the network takes inputs of shape {expected}, but the data set has "
-            f"{found}"
-        )
-    outputs = net.output_shape[-1]
-    if len(net.output_shape) != 2 or outputs < data.num_classes:
-        raise ValueError(
-            f"the network's output of shape {net.output_shape} cannot tell the "
-            f"{data.num_classes} classes of the data set apart"
-        )
 
 
 def _rules(items):
@@ -398,60 +434,6 @@ def _rules(items):
         Treatment.parse(treatment)
         rules[pattern] = treatment
     return rules
-
-
-def _error(metrics):
-    accuracy = metrics.get("accuracy")
-    return None if accuracy is None else round(1 - float(accuracy), 6)
-
-
-def _sizes(file: MiracleFile, file_bytes):
-    groups = file.groups
-
-    def common(values):
-        values = list(values)
-        return (
-            values[0] if values and values.count(values[0]) == len(values) else values
-        )
-
-    kl_bits = file.metadata.get("kl_bits")
-
-    return {
-        "file_bytes": file_bytes,
-        "payload_bytes": file.payload_bytes,
-        "float32_bytes": file.float32_bytes,
-        "ratio": round(file.float32_bytes / file_bytes, 1),
-        "payload_ratio": round(file.float32_bytes / max(file.payload_bytes, 1), 1),
-        "weights": file.num_weights,
-        "effective_weights": sum(g.layout.num_effective for g in groups),
-        "blocks": sum(g.layout.num_blocks for g in groups),
-        "block_size": common(g.layout.block_size for g in groups),
-        "block_bits": common(g.code.bits(g.layout.block_size) for g in groups),
-        "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
-        "code": common(g.code.identifier for g in groups),
-        "codebook": common(getattr(g.code, "codebook", None) for g in groups),
-        "selection": common(
-            coder["config"].get("selection") for coder in file.metadata.get("coder", [])
-        ),
-    }
-
-
-def _show_sizes(r):
-    return (
-        f"{r['file_bytes']:,} bytes, of which {r['payload_bytes']:,} are indices: "
-        f"{r['ratio']:g}x smaller than {r['weights']:,} float32 weights "
-        f"({r['payload_ratio']:g}x counting indices only)\n"
-        f"{r['blocks']:,} blocks of {r['block_size']} weights, "
-        f"{r['block_bits']} bits each"
-    )
-
-
-def _show_compress(r):
-    return (
-        f"error before {r['error_before']:.2%}, after {r['error']:.2%} "
-        f"({r['evaluated_on']} set)\n{r['output']}: {_show_sizes(r)}\n"
-        f"{r['seconds']:.0f} seconds"
-    )
 
 
 # study
@@ -487,6 +469,7 @@ def _study(values):
     for name in ("data", "workdir"):
         if not values[name].value:
             raise flags.Error(f"--{name} is missing")
+    check_folder(values.workdir)
     load_dataset(values.data)  # errors should come before TensorFlow does
     _import_tensorflow()
     from tfmiracle.study import Study, run_study
@@ -583,41 +566,53 @@ def _prune(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import accuracy_of, to_network
+    from tfmiracle.network import set_weights
 
-    net = to_network(decode(file))
-    _check_fit(net, data)
+    net, task = _decoded(file, data)
     seeds = range(values.seeds if values.strategy == "uniform" else 1)
-    accuracies = np.array(
-        [
-            [
-                accuracy_of(net, pruned, data.x_test, data.y_test)
-                for pruned in pruned_networks(
-                    file, values.strategy, fractions, posterior, seed
-                )
-            ]
-            for seed in seeds
-        ]
-    )
+    found = []
+    for seed in seeds:
+        for pruned in pruned_networks(
+            file, values.strategy, fractions, posterior, seed
+        ):
+            set_weights(net, list(pruned.weights.values()))
+            found.append(task.judge(net))
+    means = {
+        name: [_short(mean) for mean in _by_fraction(found, name, seeds).mean(0)]
+        for name in found[0]
+    }
     errors = [None] * len(fractions)
     if len(seeds) > 1:
-        errors = (accuracies.std(0, ddof=1) / len(seeds) ** 0.5).round(6).tolist()
+        scores = _by_fraction(found, next(iter(means)), seeds)
+        errors = [_short(e) for e in scores.std(0, ddof=1) / len(seeds) ** 0.5]
     return {
         "strategy": values.strategy,
         "fractions": fractions,
-        "accuracy": accuracies.mean(0).round(6).tolist(),
+        "accuracy": None,
+        **means,
         "standard_error": errors,
         "seeds": len(seeds),
         "examples": len(data.y_test),
     }
 
 
+def _short(number):
+    return float(f"{number:.6g}")
+
+
+def _by_fraction(found, name, seeds):
+    return np.reshape([judged[name] for judged in found], (len(seeds), -1))
+
+
 def _show_prune(r):
-    rows = zip(r["fractions"], r["accuracy"], r["standard_error"], strict=True)
+    name = "accuracy" if r["accuracy"] else "mean_squared_error"
+    form = "{:.2%}" if r["accuracy"] else "{:.4g}"
     return "\n".join(
-        f"{fraction:7.1%} pruned: accuracy {accuracy:.2%}"
-        + ("" if error is None else f" ± {error:.2%}")
-        for fraction, accuracy, error in rows
+        f"{fraction:7.1%} pruned: {name.replace('_', ' ')} {form.format(score)}"
+        + ("" if error is None else f" ± {form.format(error)}")
+        for fraction, score, error in zip(
+            r["fractions"], r[name], r["standard_error"], strict=True
+        )
     )
 
 
@@ -635,16 +630,37 @@ def _evaluate(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import accuracy_of, to_network
-
-    decoded = decode(file)
-    net = to_network(decoded)
-    _check_fit(net, data)
+    net, task = _decoded(file, data)
+    judged = task.judge(net)
+    accuracy = judged.pop("accuracy", None)
     return {
-        "error": round(1 - accuracy_of(net, decoded, data.x_test, data.y_test), 6),
+        "error": None if accuracy is None else round(1 - accuracy, 6),
+        **{name: _short(value) for name, value in judged.items()},
         "examples": len(data.y_test),
-        **_sizes(file, os.path.getsize(path)),
+        **sizes(file, os.path.getsize(path)),
     }
+
+
+def _decoded(file, data):
+    """The network of a file, and its task on a data set."""
+    from tfmiracle.network import to_network
+    from tfmiracle.task import task_of
+
+    net = to_network(decode(file))
+    task = task_of(net, data)
+    _say(task.done, ["test"])
+    return net, task
+
+
+def _show_evaluate(r):
+    if r["error"] is None:
+        error = (
+            f"mean squared error {r['mean_squared_error']:g}, "
+            f"mean absolute error {r['mean_absolute_error']:g}"
+        )
+    else:
+        error = f"error {r['error']:.2%}"
+    return f"{error} of {r['examples']:,}\n{show_sizes(r)}"
 
 
 def _info(values, path):
@@ -686,7 +702,7 @@ def _info(values, path):
             }
         )
     return {
-        **_sizes(file, size),
+        **sizes(file, size),
         "variables": variables,
         "metadata": file.metadata,
     }
@@ -726,7 +742,7 @@ def _show_info(r):
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
         for row in rows
     )
-    return f"{_show_sizes(r)}\n\n{table}\n\n{json.dumps(r['metadata'])}"
+    return f"{show_sizes(r)}\n\n{table}\n\n{json.dumps(r['metadata'])}"
 
 
 def _define_output(values):
@@ -829,7 +845,8 @@ COMMANDS = {
         None,
         _define_compress,
         _compress,
-        _show_compress,
+        lambda r: show_compression({**r, "evaluated_on": f"{r['evaluated_on']} set"}),
+        keeps_state=True,
     ),
     "study": Command(
         "Run a grid of parameterizations, block sizes and seeds, resuming it.",
@@ -837,6 +854,7 @@ COMMANDS = {
         _define_study,
         _study,
         lambda r: f"{r['done']} of {r['total']} runs are done",
+        keeps_state=True,
     ),
     "report": Command(
         "Make tables and figures of the records of a study.",
@@ -850,7 +868,7 @@ COMMANDS = {
         "FILE",
         _define_evaluate,
         _evaluate,
-        lambda r: f"error {r['error']:.2%} of {r['examples']:,}\n{_show_sizes(r)}",
+        _show_evaluate,
     ),
     "prune": Command(
         "Report the accuracy of a file with a part of its weights set to zero.",

@@ -29,6 +29,10 @@ class CodedPosterior:
     scale: list[np.ndarray]
     codes_crc32: int | None = None
 
+    def __repr__(self):
+        sizes = [len(loc) for loc in self.loc]
+        return f"CodedPosterior({sum(sizes)} weights of {len(sizes)} groups)"
+
     def write(self, path: str | os.PathLike, overwrite: bool = False) -> None:
         """Writes an `.npz` file, atomically.
 

@@ -1,7 +1,9 @@
 """The whole way in one call: train under the budget, code, write the file."""
 
+import bisect
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -19,7 +21,7 @@ from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import MiracleFile, section_bytes
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
     architecture_by_place,
@@ -31,6 +33,7 @@ from tfmiracle.network import (
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
+from tfmiracle.summary import compression, show_compression
 
 # What settings and lengths may take more in the file than in the probe for its size.
 _SLACK = 64
@@ -62,6 +65,18 @@ class CompressionResult:
     history: list[dict[str, float]]
     curve: list[dict]
     seconds: float
+
+    def __repr__(self):
+        return show_compression(
+            compression(
+                self.stages,
+                self.file,
+                self.file_bytes,
+                self.path,
+                self.seconds,
+                "validation data" if self.stages else "no validation data",
+            )
+        )
 
     @property
     def ratio(self) -> float:
@@ -122,10 +137,11 @@ def compress(
       keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
         the file; see `CodedPosterior`.
       overwrite: whether existing files may be replaced.
-      verbose: 0 for silence, 1 for progress bars.
+      verbose: 0 for silence, 1 for progress: bars on a terminal and in a notebook, a
+        few lines elsewhere.
 
     Returns:
-      A `CompressionResult`.
+      A `CompressionResult`; printed, it is four lines.
 
     Raises:
       ValueError: if an argument is out of range, the data is not finite, the target
@@ -296,7 +312,8 @@ def block_size_for(
     )
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()
-    posterior.fix([0], [0])
+    code, count = posterior.code, posterior.layout.num_effective
+    posterior.fix([0], np.zeros((1, *code.shape(posterior.layout.block_size)), int))
     file = to_file(probe, {"recipe": recipe.changes(), **(metadata or {})})
     # What is stored may compress less after training than it does now: as noise.
     noise = np.random.default_rng(0)
@@ -307,14 +324,57 @@ def block_size_for(
     file = dataclasses.replace(file, stored=stored)
     fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
     budget = target_bytes(target, file.num_weights)
-    num_blocks = (budget - fixed) * 8 // max(recipe.block_bits, 1)
-    if num_blocks < 1:
-        raise ValueError(
-            f"`target` cannot be met: {target!r} is {budget} bytes, but architecture, "
-            f"layout and stored variables alone may take {fixed}, and one block takes "
-            f"{recipe.block_bits} bits."
+
+    def fits(block_size):
+        num_blocks = -(-count // block_size)
+        return fixed + math.ceil(num_blocks * code.bits(block_size) / 8) <= budget
+
+    if not fits(count):
+        raise ValueError(_cannot_be_met(target, budget, file, rules))
+    return 1 + bisect.bisect_left(range(1, count), True, key=fits)
+
+
+def _cannot_be_met(target, budget, file, rules):
+    """Says what the smallest file is, what takes its bytes, and what would help."""
+    parts = section_bytes(file.to_bytes())
+    least = sum(parts.values()) + _SLACK
+    count = file.num_weights
+    ratio, bits = math.floor(40 * count / least) / 10, math.ceil(800 * least / count)
+    text = (
+        f"`target` cannot be met: {target!r} means {budget:,} bytes, but the smallest "
+        f"file of this network that can be promised takes {least:,} ('{ratio:.1f}x', "
+        f"'{bits / 100:.2f} bits'): {parts['description']:,} for architecture, names "
+        f"and settings, {parts['layout']:,} for the layout with its coding scales, "
+        f"{parts['stored']:,} for stored variables, {parts['indices']:,} for one "
+        f"block, {_SLACK} in reserve."
+    )
+    number = re.fullmatch(r"\s*([0-9.]+)\s*", str(target))
+    if number:
+        as_ratio = target_bytes(f"{number[1]}x", count)
+        text += (
+            f" Did you mean '{number[1]}x', a ratio?"
+            if as_ratio >= least
+            else f" (As a ratio, '{number[1]}x', it would be {as_ratio:,} bytes.)"
         )
-    return -(-posterior.layout.num_effective // num_blocks)
+    if parts["stored"] > least / 2:
+        saved = {}
+        stored = [n for n, p in zip(file.names, file.coded, strict=True) if p is None]
+        for name, value in zip(stored, file.stored, strict=True):
+            if value.dtype == np.float32:
+                *_, last = name.split("/")
+                pattern = f"*/{last}" if last != name else name
+                saved[pattern] = saved.get(pattern, 0) + value.nbytes // 2
+        most = sorted(saved, key=saved.get, reverse=True)[:3]
+        if most:
+            advice = ", ".join(f"'{pattern}': 'store=float16'" for pattern in most)
+            text += (
+                f" The rules {{{advice}}} save about "
+                f"{sum(saved[pattern] for pattern in most):,} bytes."
+            )
+        text += " What trains, and no rule stores, is coded; 'hash=N' keeps it small."
+    if any("own_scale" in rule for rule in (rules or {}).values()):
+        text += " Without the rule 'own_scale' a variable takes 4 bytes less."
+    return text
 
 
 def target_bytes(target: str | int, num_weights: int) -> int:

@@ -1,4 +1,4 @@
-"""Data sets for classification, by name or from an `.npz` file."""
+"""Data sets, by name or from an `.npz` file."""
 
 import dataclasses
 import os
@@ -12,11 +12,12 @@ _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Inputs and labels.
+    """Inputs and labels, as they are in an archive.
 
     Attributes:
-      x_train, x_test: float32 `[n, ...]`; images are `[n, height, width, channels]`.
-      y_train, y_test: int64 `[n]`, class numbers from 0.
+      x_train, x_test: `[n, ...]`, numbers of any dtype.
+      y_train, y_test: `[n, ...]`, likewise: class numbers from 0, one-hot rows, or
+        values to predict.
     """
 
     x_train: np.ndarray
@@ -25,8 +26,23 @@ class Dataset:
     y_test: np.ndarray
 
     @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Shape of an example; images of height and width have one channel."""
+        shape = self.x_train.shape[1:]
+        return (*shape, 1) if len(shape) == 2 else shape
+
+    @property
     def num_classes(self) -> int:
-        return 1 + int(max(self.y_train.max(), self.y_test.max()))
+        """Number of classes; a ValueError if the labels are not of classes."""
+        if self.y_train.ndim == 2 and self.y_train.shape[1] > 1:
+            return self.y_train.shape[1]
+        numbers = class_numbers(self.y_train), class_numbers(self.y_test)
+        if any(found is None for found in numbers):
+            raise ValueError(
+                "Built-in networks tell classes apart: labels must be class numbers "
+                "from 0 or one-hot rows. To predict values, pass a network of your own."
+            )
+        return 1 + int(max(found.max() for found in numbers))
 
     def hold_out(self, fraction: float) -> "Dataset":
         """Replaces the test set by a part of the training set.
@@ -59,8 +75,7 @@ def load_dataset(name: str | os.PathLike) -> Dataset:
       name: "digits" (1,797 images of 8x8 from scikit-learn, no download; every fifth
         one is for testing), one of `KERAS_DATASETS` (downloaded by Keras at first
         use), or the path of an `.npz` file with arrays x_train, y_train, x_test and
-        y_test. Images of unsigned bytes are scaled to 0 ... 1, other inputs are taken
-        as they are; images without channels get one.
+        y_test. Arrays are taken as they are; `tfmiracle.task` fits them to a network.
 
     Raises:
       ValueError: if the data set is unknown or cannot be had, or its arrays do not fit
@@ -85,7 +100,7 @@ def _digits():
     from sklearn.datasets import load_digits  # takes a second to import
 
     x, y = load_digits(return_X_y=True)
-    x = (x.reshape(-1, 8, 8) / 16).astype(np.float32)
+    x = (x.reshape(-1, 8, 8, 1) / 16).astype(np.float32)
     test = np.arange(len(x)) % 5 == 4
     return x[~test], y[~test], x[test], y[test]
 
@@ -131,24 +146,53 @@ def _inputs(name, key, x, shape=None):
             f"{name}: examples in {key} have shape {x.shape[1:]}, but those in x_train "
             f"have {shape}."
         )
-    x = x.astype(np.float32) / np.float32(255) if x.dtype == np.uint8 else x
-    with np.errstate(over="ignore"):  # to infinity, which is refused below
-        x = x.astype(np.float32, copy=False)
-    if not np.isfinite(x).all():
-        row = np.argwhere(~np.isfinite(x))[0][0]
-        raise ValueError(
-            f"{name}: {key}[{row}] holds values that are not finite. Remove them first."
-        )
-    return x[..., np.newaxis] if x.ndim == 3 else x
+    return _finite(name, key, x)
 
 
 def _labels(name, key, y, count):
-    if y.shape not in ((count,), (count, 1)) or y.dtype.kind not in "iu" or y.min() < 0:
+    if y.dtype.kind in "USO":
         raise ValueError(
-            f"{name}: {key} must hold one class number (an integer from 0) for each of "
-            f"the {count} examples, but is {y.dtype} of shape {y.shape}."
+            f"{name}: {key} holds text. Give class numbers from 0, as "
+            "`numpy.unique(labels, return_inverse=True)[1]` makes them."
         )
-    return y.reshape(count).astype(np.int64)
+    if y.shape[:1] != (count,) or y.dtype.kind not in "fiub" or not y.size:
+        raise ValueError(
+            f"{name}: {key} must hold a class number (an integer from 0), a one-hot "
+            f"row or values for each of the {count} examples, but is {y.dtype} of "
+            f"shape {y.shape}."
+        )
+    return _finite(name, key, y)
+
+
+def _finite(name, key, array):
+    if array.dtype.kind != "f":
+        return array
+    with np.errstate(over="ignore"):  # to infinity
+        wrong = ~np.isfinite(array.astype(np.float32, copy=False))
+    if wrong.any():
+        raise ValueError(
+            f"{name}: {key}[{np.argwhere(wrong)[0][0]}] holds values that are not "
+            "finite. Remove them first."
+        )
+    return array
+
+
+def class_numbers(y: np.ndarray) -> np.ndarray | None:
+    """Class numbers of labels that are such, or one-hot rows; None of others.
+
+    Args:
+      y: `[n]`, `[n, 1]` or `[n, classes]` of any dtype.
+
+    Returns:
+      int64 `[n]`, from 0, or None.
+    """
+    if y.ndim == 2 and y.shape[1] > 1:
+        one_hot = np.all((y == 0) | (y == 1)) and np.all(np.sum(y, 1) == 1)
+        return np.argmax(y, 1) if one_hot else None
+    y = y[:, 0] if y.shape[1:] == (1,) else y
+    if y.ndim != 1 or np.any(y < 0) or np.any(y != np.floor(y)):
+        return None
+    return y.astype(np.int64)
 
 
 def as_arrays(data):

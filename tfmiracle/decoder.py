@@ -23,6 +23,10 @@ class DecodedNetwork:
     architecture: dict
     metadata: dict
 
+    def __repr__(self):
+        count = sum(value.size for value in self.weights.values())
+        return f"DecodedNetwork({count} weights of {len(self.weights)} variables)"
+
 
 def decode(
     source: str | os.PathLike | bytes | MiracleFile,

@@ -69,6 +69,12 @@ class CodedGroup:
         """The codes as a file holds them."""
         return self.code.pack(self.codes, self.layout.block_size)
 
+    def __repr__(self):
+        return (
+            f"CodedGroup({self.layout.num_blocks} blocks of {self.layout.block_size} "
+            f"weights, {self.code})"
+        )
+
     @property
     def payload_bytes(self) -> int:
         """Bytes of the packed codes."""
@@ -95,6 +101,12 @@ class MiracleFile:
     stored: Sequence[np.ndarray]
     architecture: dict
     metadata: dict = dataclasses.field(default_factory=dict)
+
+    def __repr__(self):
+        return (
+            f"MiracleFile({self.num_weights} weights of {len(self.names)} variables, "
+            f"{len(self.groups)} groups, {self.payload_bytes} bytes of indices)"
+        )
 
     @property
     def payload_bytes(self) -> int:
@@ -251,6 +263,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
     Raises:
       FileExistsError: if `path` exists and `overwrite` is false.
       FileNotFoundError: if its folder does not exist.
+      NotADirectoryError: if what should be its folder is a file.
       IsADirectoryError: if it is a folder.
       PermissionError: if its folder cannot be written to.
     """
@@ -263,10 +276,27 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
         raise FileExistsError(
             f"{path} exists. Choose another name, or allow overwriting (`overwrite`)."
         )
+    check_folder(path.parent)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} does not exist; create it.")
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"The folder {path.parent} cannot be written to.")
+
+
+def check_folder(path: str | os.PathLike) -> None:
+    """Checks that `path` is, or can become, a folder to write to.
+
+    Raises:
+      NotADirectoryError: if it, or what it is in, is a file.
+      PermissionError: if it cannot be written to or made.
+    """
+    path = pathlib.Path(path)
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise NotADirectoryError(
+            f"{there} is no folder: the folder {path} does not exist and cannot be "
+            "made. Choose another one."
+        )
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"The folder {there} cannot be written to.")
 
 
 def write_atomically(
@@ -289,6 +319,20 @@ def write_atomically(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def section_bytes(data: bytes) -> dict[str, int]:
+    """What the sections of a whole file take, the first with the start of the file."""
+    sizes, position = {}, 0
+    for tag, name in (
+        (_DESCRIPTION, "description"),
+        (_LAYOUT, "layout"),
+        (_INDICES, "indices"),
+        (_STORED, "stored"),
+    ):
+        _, end = _read_section(data, position or len(MAGIC) + 1, tag)
+        sizes[name], position = end - position, end
+    return sizes
 
 
 def _description_dictionary() -> bytes:

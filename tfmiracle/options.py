@@ -89,7 +89,9 @@ def options(cls):
     cls = dataclasses.dataclass(frozen=True)(cls)
     about = inspect.cleandoc(cls.__doc__ or cls.__name__)
     attributes = [
-        textwrap.fill(f"{name}: {text}", 86, initial_indent="  ", subsequent_indent="    ")
+        textwrap.fill(
+            f"{name}: {text}", 86, initial_indent="  ", subsequent_indent="    "
+        )
         for name, text in help_texts(cls).items()
     ]
     cls.__doc__ = "\n".join([about, "", "Attributes:", *attributes])

@@ -14,13 +14,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmiracle import progress
 from tfmiracle.callbacks import CompressionCallback, plain_logs
-from tfmiracle.miracle_file import write_atomically
+from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import posteriors
 
 PHASES = ("warmup", "variational", "coding")
 # Optimizer steps between two returns to Python.
 STEPS_PER_EXECUTION = 10
+_NAMES = {
+    "warmup": "Deterministic training",
+    "variational": "Variational training",
+    "coding": "Coding and fine-tuning",
+}
 # A checkpoint is due when this many seconds have passed, and this many times as long
 # as the last one took to write.
 _CHECKPOINT_SECONDS = 20.0
@@ -42,7 +48,7 @@ class Run:
     Args:
       workdir: the working directory, made if it does not exist; None keeps nothing.
       settings: everything that the result depends on; anything JSON can say.
-      verbose: 0 for silence, 1 for progress bars.
+      verbose: 0 for silence, 1 for progress, see `compress`.
 
     Attributes:
       stages: stage -> metrics.
@@ -72,6 +78,7 @@ class Run:
         self._state = None
         self._lock = None
         if self.workdir is not None:
+            check_folder(self.workdir)
             self.workdir.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.workdir / "lock")
             try:
@@ -172,12 +179,15 @@ class Run:
         coders = [] if coding is None else [coding]
         self._say(phase, start, total)
         if start < total:
-            record = _Record(self, phase, start, total, coding)
+            # The coding says itself how many blocks are left.
+            verbose = 0 if coding else self._verbose
+            in_lines = verbose and not progress.is_interactive()
+            record = _Record(self, phase, start, total, coding, in_lines)
             model.fit(
                 batches(phase, start),
                 steps_per_epoch=total - start,
                 shuffle=False,
-                verbose=0 if coding else self._verbose,
+                verbose=0 if in_lines else verbose,
                 callbacks=[*coders, record, *callbacks],
             )
             if record.step < total and not model.stop_training:
@@ -209,13 +219,8 @@ class Run:
 
     def _say(self, phase, start, total):
         if self._verbose:
-            what = {
-                "warmup": "Deterministic training",
-                "variational": "Variational training",
-                "coding": "Coding and fine-tuning",
-            }[phase]
             on = f", going on from step {start}" if start else ""
-            print(f"{what}, {total} steps{on}", flush=True)
+            print(f"{_NAMES[phase]}, {total} steps{on}", flush=True)
 
     def _restore(self, model):
         variables = _variables(model)
@@ -255,7 +260,7 @@ class Run:
 class _Record(keras.callbacks.Callback):
     """Writes the curve of a run, watches its loss, and has checkpoints made."""
 
-    def __init__(self, run, phase, start, total, coding):
+    def __init__(self, run, phase, start, total, coding, in_lines):
         super().__init__()
         self._run, self._phase, self._coding = run, phase, coding
         self._first, self._total = start, total
@@ -264,6 +269,7 @@ class _Record(keras.callbacks.Callback):
         executions = min(max(total // (200 * STEPS_PER_EXECUTION), 1), 20)
         self._window = executions * STEPS_PER_EXECUTION
         self._closed = False
+        self._lines = in_lines and progress.Lines(_NAMES[phase], total, "step", start)
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._closed:
@@ -272,6 +278,8 @@ class _Record(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         step = self.step = self._first + batch + 1
+        if self._lines and self._lines.is_due(step):
+            self._lines.update(step, _numbers(logs))
         if step % self._window and step < self._total:
             return
         self._closed = True
@@ -292,6 +300,11 @@ class _Record(keras.callbacks.Callback):
                 "data."
             )
         self._run._checkpoint(self.model, self._phase, step, self._coding)
+
+
+def _numbers(logs):
+    logs = plain_logs(logs)
+    return [(name, value) for name, value in logs.items() if isinstance(value, float)]
 
 
 def _kl_of_blocks(model):

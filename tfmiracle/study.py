@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pathlib
 import platform
+import signal
 import sys
 import threading
 import time
@@ -26,20 +27,23 @@ from tfmiracle.coding.minimal_random import usable_cores
 from tfmiracle.compression import CompressionResult, checksum, compress
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import write_atomically
+from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import accuracy_of, to_network
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
+from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks
 from tfmiracle.recipe import Recipe
 from tfmiracle.records import read_record
 from tfmiracle.run import STEPS_PER_EXECUTION
+from tfmiracle.task import task_of
 
 RECORD_FORMAT = 1
 PRUNED_FRACTIONS = tuple(i / 10 for i in range(10))
 PRUNED_ORDERS = 5  # random ones, for "uniform"
 _PROGRESS_SECONDS = 30.0
 _HISTOGRAM_BINS = 60
+_LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 _KL = ("kl_bits", "max_kl_bits", "over_budget")
 
 
@@ -150,7 +154,8 @@ def run_study(
       ValueError: if the working directory belongs to another study, or runs failed.
       OSError: if it cannot be written.
     """
-    data = load_dataset(study.data)
+    data = _data(study)
+    check_folder(study.workdir)
     for folder in ("records", "runs"):
         (pathlib.Path(study.workdir) / folder).mkdir(parents=True, exist_ok=True)
     checksums = checksum(_arrays(data))
@@ -184,8 +189,14 @@ def _check_settings(study, data):
     )
 
 
+def _data(study):
+    """The data set as the networks of the study take it."""
+    data = load_dataset(study.data)
+    return task_of(_network(study, study.cells()[0], data), data, _LOSS).data
+
+
 def _network(study, recipe, data):
-    shape, classes = data.x_train.shape[1:], data.num_classes
+    shape, classes = data.image_shape, data.num_classes
     return new_network(study.model, shape, classes, study.dtype_policy, recipe.seed)
 
 
@@ -219,7 +230,9 @@ def _worker(study, jobs, number):
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
-    sys.exit(bool(_work(study, load_dataset(study.data), _to_stderr)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says that it ends
+    with warnings_on_one_line():
+        sys.exit(bool(_work(study, _data(study), _to_stderr)))
 
 
 def _to_stderr(text):
@@ -276,7 +289,8 @@ def _work(study, data, say):
             if not _record_path(study, recipe).exists():
                 _run_cell(study, recipe, data, runs / cell_name(recipe), progress)
         except Exception as error:
-            say(f"{cell_name(recipe)} failed, {type(error).__name__}: {error}")
+            text = one_line(error)
+            say(f"{cell_name(recipe)} failed, {type(error).__name__}: {text}")
             failed.append(cell_name(recipe))
         finally:
             lock.release()
@@ -294,7 +308,7 @@ def _run_cell(study, recipe, data: Dataset, folder, progress):
         path=folder.with_suffix(".miracle"),
         recipe=recipe,
         rules=study.rules,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=_LOSS,
         metrics=[
             "accuracy",
             keras.metrics.SparseCategoricalCrossentropy(
