@@ -143,7 +143,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, every_step, whole, monkeypatch
     names = {p.name for p in (tmp_path / "work").iterdir()}
     assert names - {"lock"} == {"result.json", "coded.miracle", "coded.posterior.npz"}
     other = dataclasses.replace(RECIPE, seed=1)
-    with pytest.raises(ValueError, match="other settings: recipe differ"):
+    with pytest.raises(ValueError, match=r"other settings: recipe/.* was"):
         compress(tmp_path, recipe=other, keep_posterior=True)
     monkeypatch.setattr(keras.Model, "fit", None)
     again = compress(tmp_path, keep_posterior=True)
@@ -177,12 +177,12 @@ def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):
     with pytest.raises(Killed):
         compress(tmp_path, kill=8)
     state = (tmp_path / "work" / "state.npz").read_bytes()
-    with pytest.raises(ValueError, match="other settings: recipe differ"):
+    with pytest.raises(ValueError, match=r"other settings: recipe/.* was"):
         compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
-    with pytest.raises(ValueError, match="other settings: loss, rules differ"):
+    with pytest.raises(ValueError, match=r"other settings: loss.* was .*; rules.* was"):
         compress(tmp_path, loss="mse", rules={"two/*": "store"})
     x, y = data()
-    with pytest.raises(ValueError, match="other settings: validation_data differ"):
+    with pytest.raises(ValueError, match=r"other settings: validation_data.* was"):
         compress(tmp_path, validation_data=(x + 1, y))
     assert (tmp_path / "work" / "state.npz").read_bytes() == state
     assert_goes_on(tmp_path)

@@ -22,7 +22,6 @@ from tfmiracle.keras_internals import seed_generators, walk
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
-    architecture_by_place,
     check_network,
     plain_architecture,
     set_weights,
@@ -152,7 +151,6 @@ def compress(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
     net = _copy(model, recipe.seed)
-    architecture = plain_architecture(model)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
@@ -185,7 +183,7 @@ def compress(
         "loss": _description(loss),
         "loss_weights": loss_weights,
         "metrics": _description(metrics),
-        "model": architecture_by_place(model),
+        "model": plain_architecture(model),
         "weights": checksum(net.get_weights()),
         "data": checksum(data),
         "validation_data": checksum(validation_data),
@@ -210,10 +208,7 @@ def compress(
         return network
 
     def decoded():
-        # Under the names that the layers had, by which losses may be given.
-        found = decode(made[0], max_weights=None)
-        found = dataclasses.replace(found, architecture=architecture)
-        return compiled(to_network(found))
+        return compiled(to_network(decode(made[0], max_weights=None)))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:

@@ -2,10 +2,8 @@
 
 import collections
 import copy
-import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 
 import keras
@@ -71,11 +69,12 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
     rules, dtypes = {}, [None] * len(stored)
     if isinstance(model, VariationalModel):
-        dtypes, places = model.stored_dtypes, _places(model.net)
-        for pattern, treatment in model.rules.items():
-            if Treatment.parse(treatment).stored:  # the layout tells of the others
-                path = pattern.removeprefix(f"{model.net.name}/").split("/")
-                rules["/".join(places.get(part, part) for part in path)] = treatment
+        dtypes = model.stored_dtypes
+        rules = {
+            pattern.removeprefix(f"{model.net.name}/"): treatment
+            for pattern, treatment in model.rules.items()
+            if Treatment.parse(treatment).stored  # the layout tells of the others
+        }
     _check_stored(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
@@ -90,7 +89,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         coded,
         groups,
         stored,
-        architecture_by_place(model),
+        plain_architecture(model),
         description,
     )
 
@@ -159,7 +158,8 @@ def check_network(model: keras.Model) -> keras.Model:
 def plain_architecture(model: keras.Model) -> dict:
     """Serializes the network without anything variational, as Keras' JSON.
 
-    Its layers have the names they have in `model`.
+    Its layers keep their names: nobody can tell those that Keras gave from those that
+    losses, rules and `get_layer` go by.
 
     Raises:
       ValueError: if the model contains a variational layer of another package, for
@@ -183,16 +183,6 @@ def plain_architecture(model: keras.Model) -> dict:
             "layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
-
-
-def architecture_by_place(model: keras.Model) -> dict:
-    """As `plain_architecture`, with the names of a file.
-
-    Keras numbers on from what was built before in the process; a file should not
-    depend on that. So `dense_7` and `dense_9` become `dense` and `dense_1`, in the
-    order they have. Names that Keras could not have given stay as they are.
-    """
-    return _rename(plain_architecture(model), _places(_plain(model)))
 
 
 def build_network(
@@ -259,7 +249,7 @@ def to_network(
     shapes = [tuple(v.shape) for v in model.weights]
     if shapes != [value.shape for value in decoded.weights.values()]:
         raise FileFormatError("The weights of the file do not fit its network.")
-    # By position: Keras numbers the names of layers anew in every process.
+    # By position: Keras may number layers inside others anew in every process.
     set_weights(model, list(decoded.weights.values()))
     return model
 
@@ -326,42 +316,11 @@ def _strip(config):
     return {k: _strip(v) for k, v in config.items()}
 
 
-def _places(model) -> dict[str, str]:
-    """Names that Keras gave to layers -> the same numbered within the model."""
-    automatic, taken = {}, set()
-    for layer in walk(model):
-        prefix, number = re.fullmatch(r"(.*?)(?:_([0-9]+))?", layer.name).groups()
-        if prefix.replace("_", "") == type(layer).__name__.lower():
-            automatic[layer.name] = prefix, int(number or 0)
-        else:
-            taken.add(layer.name)
-    places = {}
-    for name, (prefix, _) in sorted(automatic.items(), key=lambda item: item[1]):
-        numbered = (f"{prefix}_{i}" if i else prefix for i in itertools.count())
-        places[name] = next(new for new in numbered if new not in taken)
-        taken.add(places[name])
-    return places
-
-
-def _rename(config, places, within=None):
-    """Renames layers where Keras' JSON speaks of them."""
-    if isinstance(config, list):
-        return [_rename(item, places, within) for item in config]
-    if isinstance(config, dict):
-        # Inputs and outputs may be dicts of layers.
-        kept = within in ("input_layers", "output_layers")
-        return {k: _rename(v, places, within if kept else k) for k, v in config.items()}
-    if within in ("name", "keras_history", "input_layers", "output_layers"):
-        return places.get(config, config) if isinstance(config, str) else config
-    return config
-
-
 def _names(model, variables) -> list[str]:
     """Paths below the model's own name, made unique."""
-    names, seen, places = [], collections.Counter(), _places(model)
+    names, seen = [], collections.Counter()
     for v in variables:
-        parts = v.path.removeprefix(f"{model.name}/").split("/")
-        name = "/".join(places.get(part, part) for part in parts)
+        name = v.path.removeprefix(f"{model.name}/")
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
+import reprlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +28,10 @@ STEPS_PER_EXECUTION = 10
 # as the last one took to write.
 _CHECKPOINT_SECONDS = 20.0
 _CHECKPOINT_SHARE = 100
+_HINT_ON_NAMES = (
+    " Keras numbers layers on from what was built before in the process: name them, or "
+    "call `keras.utils.clear_session()` before the model is built."
+)
 
 
 class Run:
@@ -113,15 +119,16 @@ class Run:
             self._coding = saved["coding"]
         else:
             return
-        if saved["settings"] != self._settings:
-            keys = sorted(
-                key
-                for key in saved["settings"].keys() | self._settings.keys()
-                if saved["settings"].get(key) != self._settings.get(key)
-            )
+        then, now = saved["settings"], self._settings
+        keys = sorted(then.keys() | now.keys())
+        found = [_difference(then.get(key), now.get(key), key) for key in keys]
+        if any(found):
+            text = "; ".join(filter(None, found))
             raise ValueError(
                 f"The working directory {self.workdir} holds a run of other settings: "
-                f"{', '.join(keys)} differ. Choose another one, or delete it."
+                f"{text}. Choose another one, or delete it."
+                + ("/name was" in text)
+                * _HINT_ON_NAMES
             )
         self.stages = saved["stages"]
         self.curve = saved["curve"]
@@ -310,6 +317,20 @@ def _kl_of_blocks(model):
         "max_kl_bits": float(np.max(kl_bits)),
         "over_budget": sum(int(np.sum(p.is_over_budget(kl))) for kl, p in found),
     }
+
+
+def _difference(then, now, place: str) -> str | None:
+    """Says where two structures differ first."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        keys = sorted(then.keys() | now.keys())
+        pairs = [(then.get(key), now.get(key), f"{place}/{key}") for key in keys]
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        pairs = [(*pair, f"{place}/{i}") for i, pair in enumerate(zip(then, now))]
+    elif then == now:
+        return None
+    else:
+        return f"{place} was {reprlib.repr(then)} and is {reprlib.repr(now)}"
+    return next(filter(None, itertools.starmap(_difference, pairs)), None)
 
 
 def _variables(model):
