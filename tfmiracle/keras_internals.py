@@ -4,7 +4,7 @@ Each of these has a test in `tests/test_keras_internals.py` that tells when Kera
 changes. Nothing else in the package touches a name of Keras with an underscore.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 
@@ -64,3 +64,27 @@ def stored_value(variable: keras.Variable):
 def assign_past_scopes(variable: keras.Variable, value) -> None:
     """Assigns to the variable itself, whatever scope is open."""
     variable._direct_assign(value)
+
+
+class CheckedVariable(keras.Variable):
+    """A variable that has a look at every value before it is assigned.
+
+    Whatever assigns it from outside of a compiled function: `set_weights`, weights that
+    Keras loads from a file, a `tf.train.Checkpoint`.
+
+    Args:
+      check: called with the value; raises an error to refuse it.
+    """
+
+    def __init__(self, *args, check: Callable, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._check_value = check
+
+    def assign(self, value):
+        self._check_value(value)
+        return super().assign(value)
+
+    def _restore_from_tensors(self, restored_tensors):
+        for value in restored_tensors.values():
+            self._check_value(value)
+        return super()._restore_from_tensors(restored_tensors)
