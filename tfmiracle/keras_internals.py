@@ -24,6 +24,19 @@ def seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     return layer._seed_generators
 
 
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """Where `keras.random` takes seeds from that it is not given."""
+    return keras.src.random.seed_generator.global_seed_generator()
+
+
+def copy_mask(source, target):
+    """Gives a tensor the mask that Keras has noted at another; returns the tensor."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        target._keras_mask = mask
+    return target
+
+
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Those of the layer itself that are tracked as trainable."""
     return list(layer._trainable_variables)

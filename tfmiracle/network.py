@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
+from tfmiracle.comparison import first_difference
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
@@ -105,20 +106,37 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     )
 
 
-def check_network(model: keras.Model) -> keras.Model:
+def inference_weights(model: keras.Model) -> list[np.ndarray]:
+    """The plain weights as inference uses them: means, or values decoded, of Q."""
+    values = {
+        id(v): value
+        for posterior, variables in posteriors(model)
+        for v, value in zip(variables, posterior.values(), strict=True)
+    }
+    plain = plain_weights(model)
+    return [keras.ops.convert_to_numpy(values.get(id(v), v)) for v in plain]
+
+
+def check_network(model: keras.Model, batch=None) -> keras.Model:
     """Shows before the training what would make the file of a model wrong.
 
+    Args:
+      model: the model.
+      batch: inputs on which the network and what is rebuilt of it must compute the
+        same; see `first_difference`.
+
     Returns:
-      The plain network, rebuilt for the purpose, with initial weights.
+      The plain network, rebuilt for the purpose, with the weights of inference.
 
     Raises:
       ValueError: if the network cannot be described (its classes, a Lambda layer, a
-        number that is not finite), is another one when it is rebuilt (other weights,
-        `tf.Variable`s, an adapted vocabulary), takes more room to describe than a file
-        has (a large vocabulary), or has weights that cannot be stored.
+        number that is not finite), is another one when it is rebuilt (other weights or
+        outputs, `tf.Variable`s, an adapted vocabulary), takes more room to describe
+        than a file has (a large vocabulary), or has weights that cannot be stored.
     """
     architecture = plain_architecture(model)
-    net = build_network(architecture)
+    # Twice: what is random in `build` may agree once.
+    net, again = build_network(architecture), build_network(architecture)
     here, there = plain_weights(model), net.weights
     if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
         raise ValueError(
@@ -152,7 +170,34 @@ def check_network(model: keras.Model) -> keras.Model:
             )
     ruled = ids_under_posteriors(model)
     _check_stored(model, [v for v in here if id(v) not in ruled])
+    _check_outputs(model, [net, again], batch)
     return net
+
+
+def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> None:
+    """Raises a ValueError if a file's network computes something else than `model`.
+
+    Args:
+      model: the model that the file was made of.
+      decoded: the network of the file.
+      batch: inputs of the model.
+    """
+    _check_outputs(model, [to_network(decoded)], batch)
+
+
+def _check_outputs(model, nets, batch):
+    weights = inference_weights(model)
+    for net in nets:
+        set_weights(net, weights)
+    layer = first_difference(model, nets, batch)
+    if layer is not None:
+        raise ValueError(
+            f"Layer {layer.name!r} ({type(layer).__name__}) of {model.name!r} computes "
+            "something else when it is rebuilt from its configuration and has the same "
+            "weights, so a file would hold another network. All that its outputs depend "
+            "on must be among its weights (`add_weight`) or in its `get_config`: not "
+            "constants made in `build`, attributes set later, or global variables."
+        )
 
 
 def plain_architecture(model: keras.Model) -> dict:

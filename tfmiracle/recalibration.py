@@ -1,11 +1,12 @@
 """Statistics of BatchNormalization that fit the weights a file will decode to."""
 
-import contextlib
+import collections
 from collections.abc import Iterable
 
 import keras
 
 from tfmiracle.keras_internals import walk
+from tfmiracle.passes import state_kept, wrapped_calls
 
 
 def recalibrate(model: keras.Model, batches: Iterable) -> int:
@@ -13,8 +14,9 @@ def recalibrate(model: keras.Model, batches: Iterable) -> int:
 
     In training they follow samples of the weights, with a delay; here the network runs
     as in inference, with the mean of the posterior and the decoded values of blocks
-    that are fixed, and only the normalizations take the statistics of each batch.
-    Layers that are frozen keep theirs.
+    that are fixed, and only the normalizations take the statistics of each batch, in
+    those of their calls in which training would. Layers that are frozen, or that the
+    network calls with `training=False`, keep theirs.
 
     Args:
       model: any Keras model.
@@ -30,25 +32,39 @@ def recalibrate(model: keras.Model, batches: Iterable) -> int:
     ]
     if not layers:
         return 0
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(_normalizing_batches(layer))
-        for i, batch in enumerate(batches):
-            for layer in layers:
-                layer.momentum = i / (i + 1)  # the mean over all batches so far
-            model(batch, training=False)
-    return len(layers)
+    # By layer: whether each of its calls in a pass is one in training.
+    trains = collections.defaultdict(list)
+    updates = collections.Counter()
 
+    def note(layer, call):
+        def noted(inputs, training=None, mask=None):
+            trains[id(layer)].append(bool(training))
+            return call(inputs, training=False, mask=mask)
 
-@contextlib.contextmanager
-def _normalizing_batches(layer):
-    """Lets a layer do as in training, whatever the layers around it do."""
-    call, momentum = layer.call, layer.momentum
-    layer.call = lambda inputs, training=None, mask=None: call(
-        inputs, training=True, mask=mask
-    )
+        return noted
+
+    def normalize(layer, call):
+        plan = iter(trains[id(layer)])
+
+        def normalized(inputs, training=None, mask=None):
+            training = next(plan, False)
+            if training:  # the mean over all calls so far
+                layer.momentum = updates[id(layer)] / (updates[id(layer)] + 1)
+                updates[id(layer)] += 1
+            return call(inputs, training=training, mask=mask)
+
+        return normalized
+
+    momenta = [layer.momentum for layer in layers]
     try:
-        yield
+        for i, batch in enumerate(batches):
+            if not i:
+                with state_kept(model), wrapped_calls(layers, note):
+                    model(batch, training=True)
+            if any(map(any, trains.values())):
+                with wrapped_calls(layers, normalize):
+                    model(batch, training=False)
     finally:
-        layer.momentum = momentum
-        del layer.call
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+    return len(updates)
