@@ -209,7 +209,7 @@ def test_an_adapted_normalization_is_decoded(tmp_path, eager):
     model = fix_all(variational(net))
     loaded = to_network(decode(to_file(model)))
     np.testing.assert_allclose(loaded(x), model(x), rtol=1e-4, atol=1e-5)
-    copy = compression._copy(net, 0)
+    copy = compression._copy(net, 0, x)
     np.testing.assert_allclose(copy(x), net(x), rtol=1e-4, atol=1e-5)
 
 

@@ -194,8 +194,8 @@ def _check_outputs(model, nets, batch):
         raise ValueError(
             f"Layer {layer.name!r} ({type(layer).__name__}) of {model.name!r} computes "
             "something else when it is rebuilt from its configuration and has the same "
-            "weights, so a file would hold another network. All that its outputs depend "
-            "on must be among its weights (`add_weight`) or in its `get_config`: not "
+            "weights, so a file would hold another network. What its outputs depend on "
+            "must be among its weights (`add_weight`) or in its `get_config`: not in "
             "constants made in `build`, attributes set later, or global variables."
         )
 
