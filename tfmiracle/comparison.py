@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.keras_internals import copy_mask, seed_generators, walk
+from tfmiracle.keras_internals import children, copy_mask, seed_generators
 from tfmiracle.models import VariationalModel
 from tfmiracle.passes import state_kept, wrapped_calls
 from tfmiracle.posterior import BlockPosterior
@@ -29,8 +29,8 @@ def first_difference(
     """The first layer of `model` whose outputs in a copy are others, in inference.
 
     Each layer gets in the copies what it gets in `model`, so that the layer found is
-    the one that differs. What is random in inference is compared no closer than with
-    itself: the model runs twice. Nothing is changed that passes change.
+    the one that differs. The model runs twice, and outputs that differ from themselves,
+    as random ones do, are not compared. What passes change is put back.
 
     Args:
       model: a built Keras model, which may have posteriors.
@@ -58,7 +58,8 @@ def first_difference(
             with contextlib.suppress(Exception):  # seen by what is missing then
                 _replay(copy, inputs, calls[: len(own)], generators, found)
             for (layer, _), here, there in zip(calls, own, found):
-                if any(d > _ROUNDINGS + 4 * o for o, d in zip(here, there)):
+                # What differs from itself by more is random.
+                if any(o <= _ROUNDINGS < d - 4 * o for o, d in zip(here, there)):
                     return layer
             if len(found) < len(own):
                 return calls[len(found)][0]
@@ -80,12 +81,7 @@ def _run(network, inputs, see, generators=()):
 
         return watched
 
-    layers = [
-        layer
-        for layer in walk(network)
-        if not isinstance(layer, BlockPosterior | VariationalModel)
-    ]
-    with state_kept(network), wrapped_calls(layers, watch):
+    with state_kept(network), wrapped_calls(_layers(network), watch):
         for mine, other in zip(_generators(network), generators, strict=False):
             mine.state.assign(other.state)
         network(inputs, training=False)
@@ -112,13 +108,22 @@ def _replay(network, inputs, calls, generators=(), distances=None, same=False):
     return distances
 
 
+def _layers(network):
+    """All layers, in an order in which those of posteriors change nothing."""
+    found = {}
+
+    def collect(layer):
+        if id(layer) not in found and not isinstance(layer, BlockPosterior):
+            found[id(layer)] = layer
+            for child in children(layer):
+                collect(child)
+
+    collect(network)
+    return [v for v in found.values() if not isinstance(v, VariationalModel)]
+
+
 def _generators(network):
-    return [
-        generator
-        for layer in walk(network)
-        if not isinstance(layer, BlockPosterior)
-        for generator in seed_generators(layer)
-    ]
+    return [g for layer in _layers(network) for g in seed_generators(layer)]
 
 
 def _tensors(output):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
+import tensorflow as tf
 
 from tfmiracle.keras_internals import global_seed_generator
 
@@ -31,7 +32,7 @@ def state_kept(model: keras.Model) -> Iterator[None]:
     """Puts back afterwards what passes change: statistics, states, seeds."""
     variables = [v for v in model.variables if not v.trainable]
     variables.append(global_seed_generator().state)
-    values = [keras.ops.convert_to_tensor(v) for v in variables]
+    values = [tf.identity(v) for v in variables]
     try:
         yield
     finally:
