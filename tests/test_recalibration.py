@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from support import fix_all
 
 import tfmiracle
@@ -213,3 +214,27 @@ def test_nothing_else_changes(eager):
         "moving_mean",
         "moving_variance",
     ]
+
+
+class Compiled(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.norm = norm()
+        self.norm.build((None, 4))
+        self.built = True
+
+    @tf.function
+    def call(self, x):
+        return self.norm(x)
+
+
+def test_functions_of_the_network_keep_nothing_of_it():
+    model = Compiled()
+    batches = [X[:30], X[30:]]
+    recalibrate(model, batches)
+    found = statistics(model.norm)
+    for value, expected in zip(found, statistics_of(X, [30]), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+    expected = (X[:30] - found[0]) / np.sqrt(found[1] + model.norm.epsilon)
+    np.testing.assert_allclose(model(X[:30], training=False), expected, atol=1e-4)
+    np.testing.assert_array_equal(statistics(model.norm), found)

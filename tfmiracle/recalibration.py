@@ -1,9 +1,11 @@
 """Statistics of BatchNormalization that fit the weights a file will decode to."""
 
 import collections
+import contextlib
 from collections.abc import Iterable
 
 import keras
+import tensorflow as tf
 
 from tfmiracle.keras_internals import walk
 from tfmiracle.passes import state_kept, wrapped_calls
@@ -59,12 +61,23 @@ def recalibrate(model: keras.Model, batches: Iterable) -> int:
     try:
         for i, batch in enumerate(batches):
             if not i:
-                with state_kept(model), wrapped_calls(layers, note):
+                with state_kept(model), wrapped_calls(layers, note), _untraced():
                     model(batch, training=True)
             if any(map(any, trains.values())):
-                with wrapped_calls(layers, normalize):
+                with wrapped_calls(layers, normalize), _untraced():
                     model(batch, training=False)
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
     return len(updates)
+
+
+@contextlib.contextmanager
+def _untraced():
+    """Runs the functions of a network eagerly, or they would keep what is wrapped."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
