@@ -238,7 +238,8 @@ def test_dropout_without_a_seed_follows_that_of_the_recipe(quick, tmp_path):
     def run(name, around, seed=0):
         keras.utils.set_random_seed(around)
         drop = layers.Dropout(0.5, name="drop")
-        net = keras.Sequential([layers.Input((6,), name="x"), drop, layers.Dense(3)])
+        parts = [layers.Input((6,), name="x"), drop, layers.Dense(3, name="out")]
+        net = keras.Sequential(parts, name="net")
         net.set_weights([np.ones((6, 3)), np.zeros(3)])
         recipe = dataclasses.replace(FAST, block_size=5, seed=seed)
         state = drop.seed_generator.state.numpy()

@@ -169,7 +169,7 @@ def compress(
             "`loss` is missing: compile the model with a loss first, or pass one."
         )
     examples = _training_batches(data, recipe)
-    batch, *_ = next(iter(examples(PHASES[0], 0)))
+    batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
     net = _copy(model, recipe.seed, batch)
     batches = _shifted(examples, recipe) if recipe.max_shift else examples
     if target is not None:
