@@ -470,3 +470,38 @@ def test_a_copy_that_cannot_run_is_another_network():
 def test_data_that_the_network_cannot_take_is_an_error():
     with pytest.raises(ValueError, match="incompatible"):
         check_network(sequential(layers.Dense(4)), batch(5, 7))
+
+
+# Where it is compared.
+
+
+def test_compress_refuses_before_it_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(keras.Model, "fit", None)
+    net = sequential(RandomInBuild(name="found"))
+    with pytest.raises(ValueError, match="Layer 'found'"):
+        tfmiracle.compress(
+            net,
+            (batch(40, 4), batch(40, 3)),
+            path=tmp_path / "file",
+            loss="mse",
+            verbose=0,
+        )
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("data", [None, [batch(8, 4)], iter([batch(8, 4)])])
+def test_what_changes_in_training_is_found_before_a_file_is_written(
+    data, tmp_path, quick
+):
+    scaled = Scaled(name="found")
+    model = tfmiracle.VariationalModel(sequential(scaled), block_size=8, block_bits=4)
+    model.compile("sgd", "mse")
+    coding = tfmiracle.CompressionCallback(
+        tmp_path / "file", 1, 1, recalibration_data=data, verbose=0
+    )
+    change = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(scaled, "factor", 2.0)
+    )
+    with pytest.raises(ValueError, match="Layer 'found'"):
+        model.fit(batch(8, 4), batch(8, 3), verbose=0, callbacks=[coding, change])
+    assert not (tmp_path / "file").exists()
