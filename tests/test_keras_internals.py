@@ -112,6 +112,24 @@ def test_variables_behind_scopes():
     assert seen == ["bfloat16", "float32"]
 
 
+def test_random_numbers_without_a_seed_come_from_the_global_generator():
+    state = internals.global_seed_generator().state
+    before = state.numpy()
+    first = keras.random.normal((3,))
+    assert np.any(state.numpy() != before)
+    state.assign(before)
+    np.testing.assert_array_equal(keras.random.normal((3,)), first)
+
+
+def test_masks_are_noted_at_tensors():
+    masked = layers.Masking()(np.array([[[1.0], [0.0]]]))
+    copied = internals.copy_mask(masked, tf.constant([[[3.0], [4.0]]]))
+    pooled = layers.GlobalAveragePooling1D()(copied)
+    np.testing.assert_array_equal(pooled, [[3.0]])  # of what is not masked
+    plain = tf.constant(1.0)
+    assert internals.copy_mask(tf.constant(2.0), plain) is plain
+
+
 def test_a_checked_variable_sees_all_that_is_assigned_to_it(tmp_path):
     class Holder(layers.Layer):
         def __init__(self):
