@@ -230,7 +230,7 @@ def test_a_saved_model_holds_its_weights_once(tmp_path):
     model = VariationalModel(sequential())
     assert not model._trainable_variables
     assert not model._non_trainable_variables
-    assert len(model.weights) == 4 + 9
+    assert len(model.weights) == 4 + 10
 
 
 # Compiled.
@@ -650,9 +650,9 @@ def test_summary_counts_what_trains(capsys):
     lines = []
     model.summary(print_fn=lines.append)
     text = "\n".join(lines)
-    # 51 weights in 13 blocks of 4, two scales.
+    # 51 weights in 13 blocks of 4, two scales, a fingerprint.
     assert f"Trainable params: {2 * 52 + 2}" in text
-    assert f"Non-trainable params: {51 + 2 + 3 * 52 + 2 * 13}" in text
+    assert f"Non-trainable params: {51 + 2 + 3 * 52 + 2 * 13 + 8}" in text
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,10 @@ from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
 from tfmiracle.miracle_file import MiracleFile, section_bytes
-from tfmiracle.models import VariationalModel, plain_weights, posteriors
+from tfmiracle.models import VariationalModel, posteriors
 from tfmiracle.network import (
-    architecture_by_place,
     check_network,
     plain_architecture,
-    set_weights,
     to_file,
     to_network,
 )
@@ -166,8 +164,6 @@ def compress(
         raise ValueError(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
-    net = _copy(model, recipe.seed)
-    architecture = plain_architecture(model)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
@@ -188,6 +184,8 @@ def compress(
             "`loss` is missing: compile the model with a loss first, or pass one."
         )
     examples = _training_batches(data, recipe)
+    batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
+    net = _copy(model, recipe.seed, batch)
     batches = _shifted(examples, recipe) if recipe.max_shift else examples
     if target is not None:
         size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
@@ -200,7 +198,7 @@ def compress(
         "loss": _description(loss),
         "loss_weights": loss_weights,
         "metrics": _description(metrics),
-        "model": architecture_by_place(model),
+        "model": plain_architecture(model),
         "weights": checksum(net.get_weights()),
         "data": checksum(data),
         "validation_data": checksum(validation_data),
@@ -225,10 +223,7 @@ def compress(
         return network
 
     def decoded():
-        # Under the names that the layers had, by which losses may be given.
-        found = decode(made[0], max_weights=None)
-        found = dataclasses.replace(found, architecture=architecture)
-        return compiled(to_network(found))
+        return compiled(to_network(decode(made[0], max_weights=None)))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
@@ -401,23 +396,23 @@ def target_bytes(target: str | int, num_weights: int) -> int:
     return int(number * {"": 1, "b": 1, "kb": 1e3, "mb": 1e6}[unit])
 
 
-def _copy(model, seed):
+def _copy(model, seed, batch):
     """A copy of the network, made as the file will make it.
 
-    Its layers with noise of their own (dropout) start from `seed`.
+    It computes the same on a batch of inputs. Its layers with noise of their own
+    (dropout) start from `seed`.
     """
     if not model.built:
         raise ValueError(
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
-    copy = check_network(model)
+    copy = check_network(model, batch)
     if posteriors(model):
         raise ValueError(
             f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
             "a CompressionCallback, or pass a plain network, such as what "
             "`VariationalModel.materialize` returns."
         )
-    set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     generators = [g for layer in walk(copy) for g in seed_generators(layer)]
     states = np.random.SeedSequence(seed).generate_state(len(generators))
     for generator, state in zip(generators, states, strict=True):

@@ -4,7 +4,7 @@ Each of these has a test in `tests/test_keras_internals.py` that tells when Kera
 changes. Nothing else in the package touches a name of Keras with an underscore.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 
@@ -22,6 +22,19 @@ def children(layer: keras.Layer) -> list[keras.Layer]:
 def seed_generators(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     """Those of the layer itself, not of the layers inside it."""
     return layer._seed_generators
+
+
+def global_seed_generator() -> keras.random.SeedGenerator:
+    """Where `keras.random` takes seeds from that it is not given."""
+    return keras.src.random.seed_generator.global_seed_generator()
+
+
+def copy_mask(source, target):
+    """Gives a tensor the mask that Keras has noted at another; returns the tensor."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        target._keras_mask = mask
+    return target
 
 
 def own_trainable_variables(layer: keras.Layer) -> list[keras.Variable]:
@@ -64,3 +77,27 @@ def stored_value(variable: keras.Variable):
 def assign_past_scopes(variable: keras.Variable, value) -> None:
     """Assigns to the variable itself, whatever scope is open."""
     variable._direct_assign(value)
+
+
+class CheckedVariable(keras.Variable):
+    """A variable that has a look at every value before it is assigned.
+
+    Whatever assigns it from outside of a compiled function: `set_weights`, weights that
+    Keras loads from a file, a `tf.train.Checkpoint`.
+
+    Args:
+      check: called with the value; raises an error to refuse it.
+    """
+
+    def __init__(self, *args, check: Callable, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._check_value = check
+
+    def assign(self, value):
+        self._check_value(value)
+        return super().assign(value)
+
+    def _restore_from_tensors(self, restored_tensors):
+        for value in restored_tensors.values():
+            self._check_value(value)
+        return super()._restore_from_tensors(restored_tensors)

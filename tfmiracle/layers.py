@@ -33,8 +33,6 @@ class VariationalLayer:
 
     def __init__(self, *args, options: dict, **kwargs):
         super().__init__(*args, **kwargs)
-        if options["seed"] is None:
-            options = {**options, "seed": random.randrange(2**32)}
         self._options = options
         self.block_posterior = None
         self._substituted = []
@@ -45,11 +43,14 @@ class VariationalLayer:
         self._substituted = own_trainable_variables(self)
         for variable in self._substituted:
             track_as_not_trainable(self, variable)
+        seed = self._options["seed"]
         self.block_posterior = posterior_over(
             self._substituted,
             self.PARAMETERIZATION,
             name="posterior",
-            **self._options,
+            **{**self._options, "seed": seed or 0},
+            # Layers whose layouts are equal must not have the same noise.
+            noise_seed=random.randrange(2**31) if seed is None else seed,
         )
 
     def call(self, inputs, training=None):
@@ -116,7 +117,8 @@ class MeanKLLayer(VariationalLayer):
       quota_rate, initial_budget, annealing_steps: see
         `tfmiracle.posterior.MeanKLPosterior`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
+        By default 0, so that weights fit a layer built anew, with a random seed for the
+        noise, which `keras.utils.set_random_seed` determines.
     """
 
     PARAMETERIZATION = "mean_kl"
@@ -168,7 +170,8 @@ class MeanVarLayer(VariationalLayer):
       log_stddev, log_stddev_rate, beta, beta_rate: see
         `tfmiracle.posterior.MeanVarPosterior`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
+        By default 0, so that weights fit a layer built anew, with a random seed for the
+        noise, which `keras.utils.set_random_seed` determines.
     """
 
     PARAMETERIZATION = "mean_var"

@@ -2,10 +2,8 @@
 
 import collections
 import copy
-import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 
 import keras
@@ -14,6 +12,7 @@ import tensorflow as tf
 
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
+from tfmiracle.comparison import first_difference
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
@@ -71,11 +70,12 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
     rules, dtypes = {}, [None] * len(stored)
     if isinstance(model, VariationalModel):
-        dtypes, places = model.stored_dtypes, _places(model.net)
-        for pattern, treatment in model.rules.items():
-            if Treatment.parse(treatment).stored:  # the layout tells of the others
-                path = pattern.removeprefix(f"{model.net.name}/").split("/")
-                rules["/".join(places.get(part, part) for part in path)] = treatment
+        dtypes = model.stored_dtypes
+        rules = {
+            pattern.removeprefix(f"{model.net.name}/"): treatment
+            for pattern, treatment in model.rules.items()
+            if Treatment.parse(treatment).stored  # the layout tells of the others
+        }
     _check_stored(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
@@ -90,7 +90,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         coded,
         groups,
         stored,
-        architecture_by_place(model),
+        plain_architecture(model),
         description,
     )
 
@@ -106,20 +106,37 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     )
 
 
-def check_network(model: keras.Model) -> keras.Model:
+def inference_weights(model: keras.Model) -> list[np.ndarray]:
+    """The plain weights as inference uses them: means, or values decoded, of Q."""
+    values = {
+        id(v): value
+        for posterior, variables in posteriors(model)
+        for v, value in zip(variables, posterior.values(), strict=True)
+    }
+    plain = plain_weights(model)
+    return [keras.ops.convert_to_numpy(values.get(id(v), v)) for v in plain]
+
+
+def check_network(model: keras.Model, batch=None) -> keras.Model:
     """Shows before the training what would make the file of a model wrong.
 
+    Args:
+      model: the model.
+      batch: inputs on which the network and what is rebuilt of it must compute the
+        same; see `first_difference`.
+
     Returns:
-      The plain network, rebuilt for the purpose, with initial weights.
+      The plain network, rebuilt for the purpose, with the weights of inference.
 
     Raises:
       ValueError: if the network cannot be described (its classes, a Lambda layer, a
-        number that is not finite), is another one when it is rebuilt (other weights,
-        `tf.Variable`s, an adapted vocabulary), takes more room to describe than a file
-        has (a large vocabulary), or has weights that cannot be stored.
+        number that is not finite), is another one when it is rebuilt (other weights or
+        outputs, `tf.Variable`s, an adapted vocabulary), takes more room to describe
+        than a file has (a large vocabulary), or has weights that cannot be stored.
     """
     architecture = plain_architecture(model)
-    net = build_network(architecture)
+    # Twice: what is random in `build` may agree once.
+    net, again = build_network(architecture), build_network(architecture)
     here, there = plain_weights(model), net.weights
     if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
         raise ValueError(
@@ -153,13 +170,41 @@ def check_network(model: keras.Model) -> keras.Model:
             )
     ruled = ids_under_posteriors(model)
     _check_stored(model, [v for v in here if id(v) not in ruled])
+    _check_outputs(model, [net, again], batch)
     return net
+
+
+def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> None:
+    """Raises a ValueError if a file's network computes something else than `model`.
+
+    Args:
+      model: the model that the file was made of.
+      decoded: the network of the file.
+      batch: inputs of the model.
+    """
+    _check_outputs(model, [to_network(decoded)], batch)
+
+
+def _check_outputs(model, nets, batch):
+    weights = inference_weights(model)
+    for net in nets:
+        set_weights(net, weights)
+    layer = first_difference(model, nets, batch)
+    if layer is not None:
+        raise ValueError(
+            f"Layer {layer.name!r} ({type(layer).__name__}) of {model.name!r} computes "
+            "something else when it is rebuilt from its configuration and has the same "
+            "weights, so a file would hold another network. What its outputs depend on "
+            "must be among its weights (`add_weight`) or in its `get_config`: not in "
+            "constants made in `build`, attributes set later, or global variables."
+        )
 
 
 def plain_architecture(model: keras.Model) -> dict:
     """Serializes the network without anything variational, as Keras' JSON.
 
-    Its layers have the names they have in `model`.
+    Its layers keep their names: nobody can tell those that Keras gave from those that
+    losses, rules and `get_layer` go by.
 
     Raises:
       ValueError: if the model contains a variational layer of another package, for
@@ -183,16 +228,6 @@ def plain_architecture(model: keras.Model) -> dict:
             "layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
-
-
-def architecture_by_place(model: keras.Model) -> dict:
-    """As `plain_architecture`, with the names of a file.
-
-    Keras numbers on from what was built before in the process; a file should not
-    depend on that. So `dense_7` and `dense_9` become `dense` and `dense_1`, in the
-    order they have. Names that Keras could not have given stay as they are.
-    """
-    return _rename(plain_architecture(model), _places(_plain(model)))
 
 
 def build_network(
@@ -259,7 +294,7 @@ def to_network(
     shapes = [tuple(v.shape) for v in model.weights]
     if shapes != [value.shape for value in decoded.weights.values()]:
         raise FileFormatError("The weights of the file do not fit its network.")
-    # By position: Keras numbers the names of layers anew in every process.
+    # By position: Keras may number layers inside others anew in every process.
     set_weights(model, list(decoded.weights.values()))
     return model
 
@@ -326,42 +361,11 @@ def _strip(config):
     return {k: _strip(v) for k, v in config.items()}
 
 
-def _places(model) -> dict[str, str]:
-    """Names that Keras gave to layers -> the same numbered within the model."""
-    automatic, taken = {}, set()
-    for layer in walk(model):
-        prefix, number = re.fullmatch(r"(.*?)(?:_([0-9]+))?", layer.name).groups()
-        if prefix.replace("_", "") == type(layer).__name__.lower():
-            automatic[layer.name] = prefix, int(number or 0)
-        else:
-            taken.add(layer.name)
-    places = {}
-    for name, (prefix, _) in sorted(automatic.items(), key=lambda item: item[1]):
-        numbered = (f"{prefix}_{i}" if i else prefix for i in itertools.count())
-        places[name] = next(new for new in numbered if new not in taken)
-        taken.add(places[name])
-    return places
-
-
-def _rename(config, places, within=None):
-    """Renames layers where Keras' JSON speaks of them."""
-    if isinstance(config, list):
-        return [_rename(item, places, within) for item in config]
-    if isinstance(config, dict):
-        # Inputs and outputs may be dicts of layers.
-        kept = within in ("input_layers", "output_layers")
-        return {k: _rename(v, places, within if kept else k) for k, v in config.items()}
-    if within in ("name", "keras_history", "input_layers", "output_layers"):
-        return places.get(config, config) if isinstance(config, str) else config
-    return config
-
-
 def _names(model, variables) -> list[str]:
     """Paths below the model's own name, made unique."""
-    names, seen, places = [], collections.Counter(), _places(model)
+    names, seen = [], collections.Counter()
     for v in variables:
-        parts = v.path.removeprefix(f"{model.name}/").split("/")
-        name = "/".join(places.get(part, part) for part in parts)
+        name = v.path.removeprefix(f"{model.name}/")
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

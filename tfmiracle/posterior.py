@@ -1,5 +1,7 @@
 """The posterior Q over the effective weights, in blocks, and what is fixed of it."""
 
+import hashlib
+import json
 import math
 import weakref
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import codebook as codebooks
-from tfmiracle.keras_internals import has_losses
+from tfmiracle.keras_internals import CheckedVariable, has_losses
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.mean_kl import kl_from_standardized, mean_kl_standardized
 
@@ -21,6 +23,8 @@ _MAX_LOGIT = 1e30
 _MAX_RATIO = 1e12
 _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
+# Between the numbers that bytes of a fingerprint become.
+_APART = 256
 # Weights whose initial parameters are computed at a time, in float64.
 _INITIALIZED = 1 << 20
 
@@ -49,6 +53,10 @@ class BlockPosterior(keras.layers.Layer):
         variable holds log rho / log_scale_rate, so that an optimizer that normalizes
         its steps (Adam) moves log rho by log_scale_rate times its learning rate. 1 is
         the paper's.
+      noise_seed: seed of the noise in training; by default that of the layout.
+
+    What its weights mean depends on the layout and the options. So these have a
+    fingerprint among the weights, and weights with another one are refused.
     """
 
     # Constructor arguments that the base class does not have.
@@ -61,6 +69,7 @@ class BlockPosterior(keras.layers.Layer):
         codebook: str = "per_block",
         kl_bits: float | None = None,
         log_scale_rate: float = 1.0,
+        noise_seed: int | None = None,
         **kwargs,
     ):
         super().__init__(dtype="float32", autocast=False, **kwargs)
@@ -77,7 +86,8 @@ class BlockPosterior(keras.layers.Layer):
         self.codebook = codebook
         self.kl_bits = float(kl_bits)
         self.log_scale_rate = float(log_scale_rate)
-        self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
+        noise_seed = layout.seed if noise_seed is None else noise_seed
+        self.noise_seed = keras.random.SeedGenerator(noise_seed % 2**31)
         self._raw_log_scale = self._add("log_coding_scale", (layout.num_scales,))
         self._create_parameters()
         # rho once it is final, 0 before: candidates are scaled by it, so it must not
@@ -105,6 +115,45 @@ class BlockPosterior(keras.layers.Layer):
     @property
     def block_shape(self) -> tuple[int, int]:
         return self.layout.num_blocks, self.layout.block_size
+
+    def _add_fingerprint(self, *rates):
+        """Adds a weight that stands for all that the values of the others depend on."""
+        layout = self.layout
+        variables = [(v.shape, v.hash_factor, v.scale_index) for v in layout.variables]
+        meaning = [
+            type(self).__name__,
+            (layout.seed, layout.block_size, variables),
+            (self.block_bits, self.codebook, self.kl_bits, self.log_scale_rate, *rates),
+        ]
+        digest = hashlib.sha256(json.dumps(meaning).encode()).digest()
+        # In the middle between two bytes, so that means of equal ones may be rounded.
+        own = np.frombuffer(digest, np.uint8, 8) * np.int32(_APART) + _APART // 2
+
+        def check(value):
+            # Values inside of a compiled function are not known.
+            known = not tf.is_tensor(value) or hasattr(value, "numpy")
+            if known and np.any(np.asarray(value) // _APART != own // _APART):
+                owner = self._fingerprint.path.rpartition("/")[0]
+                raise ValueError(
+                    f"The weights given to {owner!r} are of another posterior: its "
+                    "layout or options (`seed`, `block_size`, `block_bits`, `kl_bits`, "
+                    "`codebook`, `rules`, rates) are not those of this one, in which "
+                    "the weights would mean other values. Build both with the same "
+                    "arguments."
+                )
+
+        self._check_fingerprint = check
+        with keras.name_scope(self.name):
+            self._fingerprint = CheckedVariable(
+                own, name="fingerprint", dtype="int32", trainable=False, check=check
+            )
+
+    def load_own_variables(self, store):
+        # Before any of them is assigned.
+        key = str([v is self._fingerprint for v in self.weights].index(True))
+        if key in store:
+            self._check_fingerprint(store[key])
+        super().load_own_variables(store)
 
     def _add(self, name, shape, fixed=False, value=0.0):
         return self.add_weight(
@@ -417,6 +466,7 @@ class MeanKLPosterior(BlockPosterior):
         self.initial_budget = float(initial_budget)
         self.annealing_steps = annealing_steps
         self._budget = self._add("budget", (layout.num_blocks, 1), True, initial_budget)
+        self._add_fingerprint(self.quota_rate)
 
     def _create_parameters(self):
         self.tau = self._add("tau", self.block_shape)
@@ -502,6 +552,7 @@ class MeanVarPosterior(BlockPosterior):
         self.beta_rate = float(beta_rate)
         self.beta = self._add("beta", (layout.num_blocks,), True, beta)
         self._compiled_penalty = _compiled(self._penalty)
+        self._add_fingerprint(self.log_stddev_rate)
 
     def _create_parameters(self):
         self.loc = self._add("loc", self.block_shape)
@@ -563,6 +614,10 @@ class DeterministicPosterior(BlockPosterior):
 
     It gives a trained start to the other posteriors; there is nothing to code.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._add_fingerprint()
 
     def _create_parameters(self):
         self.loc = self._add("loc", self.block_shape)
