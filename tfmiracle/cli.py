@@ -562,7 +562,7 @@ def _prune(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import accuracy_of, to_network
+    from tfmiracle.loading import accuracy_of, to_network
 
     net = to_network(decode(file))
     _check_fit(net, data)
@@ -614,7 +614,7 @@ def _evaluate(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import accuracy_of, to_network
+    from tfmiracle.loading import accuracy_of, to_network
 
     decoded = decode(file)
     net = to_network(decoded)
@@ -767,7 +767,7 @@ def _export(values, path):
         check_output(output, values.overwrite)
 
     _import_tensorflow()
-    from tfmiracle.network import load
+    from tfmiracle.loading import load
 
     model = load(path, max_weights=values.max_weights)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:

@@ -19,15 +19,14 @@ from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
+from tfmiracle.loading import set_weights, to_network
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
     architecture_by_place,
     check_network,
     plain_architecture,
-    set_weights,
     to_file,
-    to_network,
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
