@@ -78,9 +78,9 @@ class Description:
         self._custom = custom_objects or {}
         self.layers = self.nodes = 0
         self.stateful = False
-        self.config = self._value(architecture, "model")
+        self.config = self._anything(architecture, "model")
 
-    def _value(self, value, key):
+    def _anything(self, value, key):
         """Checks what stands anywhere in a configuration; `key` is its argument."""
         if isinstance(value, str):
             if len(value) > _MAX_LETTERS:
@@ -88,12 +88,12 @@ class Description:
             return value
         if isinstance(value, list | tuple):
             # What an argument calls for, the items of a list need not be.
-            return [self._value(item, "") for item in value]
+            return [self._anything(item, "") for item in value]
         if not isinstance(value, dict):
             self.stateful |= key == "stateful" and bool(value)
             return value
         if "class_name" not in value:
-            return {k: self._value(v, k) for k, v in value.items()}
+            return {k: self._anything(v, k) for k, v in value.items()}
         name = value["class_name"]
         if not isinstance(name, str):
             raise NotAllowed(f"`class_name` is {name!r}, no text.")
@@ -175,11 +175,13 @@ class Description:
         if issubclass(cls, keras.Operation):  # layers are among them
             self.layers += 1
             self.nodes += 1
-        found["config"] = self._value(value["config"] or {}, "config")
+        found["config"] = self._anything(value["config"] or {}, "config")
         if value.get("build_config"):
-            found["build_config"] = self._value(value["build_config"], "build_config")
+            found["build_config"] = self._anything(
+                value["build_config"], "build_config"
+            )
         if "name" in value:
-            found["name"] = self._value(value["name"], "name")
+            found["name"] = self._anything(value["name"], "name")
         if "inbound_nodes" in value:
             found["inbound_nodes"] = [self._node(n) for n in value["inbound_nodes"]]
         return found
@@ -209,7 +211,7 @@ class Description:
         if isinstance(value, list):
             return [self._argument(item) for item in value]
         if not isinstance(value, dict):
-            return self._value(value, "")
+            return self._anything(value, "")
         name = value.get("class_name")
         if "class_name" not in value:
             return {k: self._argument(v) for k, v in value.items()}
@@ -219,7 +221,7 @@ class Description:
             if not (isinstance(config, dict) and parts <= set(config)):
                 raise NotAllowed("A tensor of the graph is not as Keras writes it.")
             self.nodes += 1
-            config = {part: self._value(config[part], part) for part in parts}
+            config = {part: self._anything(config[part], part) for part in parts}
             return {"class_name": name, "config": config}
         if isinstance(name, str) and name.startswith("__"):
             return self._constant(name, value)
