@@ -125,7 +125,8 @@ class Description:
         elif name == "__bytes__" and isinstance(config.get("value"), str):
             config = {"value": config["value"]}
         else:
-            raise NotAllowed(f"{name} (as of a Lambda layer) is code, no network.")
+            what = "the code of a Lambda layer" if name == "__lambda__" else name
+            raise NotAllowed(f"It holds {what}.")
         return {"class_name": name, "config": config}
 
     def _function(self, value, key):

@@ -18,6 +18,7 @@ _LAYERS, _LAYERS_PER_VARIABLE = 1000, 100
 # Tensors that Keras makes of a description, for each that it names: nested models are
 # walked through several times.
 _TENSORS = 30
+_COPIES = 3  # of a weight, that may be made on the way
 _MAX_RANK = 64
 _MAX_STATES = 1 << 24  # entries of a tensor, where a layer keeps states
 
@@ -119,7 +120,8 @@ class _Bounds:
         self._max_elements = _MAX_STATES if description.stateful else math.inf
         self._tensors = _TENSORS * (description.nodes + 10)
         if shapes is not None:
-            self._left = collections.Counter(shapes)
+            # Wrappers copy the layer that they are given: `Bidirectional` builds three.
+            self._left = collections.Counter([*shapes] * _COPIES)
             limit = _LAYERS + _LAYERS_PER_VARIABLE * len(shapes)
             if description.layers > limit:
                 raise FileFormatError(
