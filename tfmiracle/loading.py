@@ -26,7 +26,7 @@ _MAX_STATES = 1 << 24  # entries of a tensor, where a layer keeps states
 def load(
     path: str | os.PathLike,
     custom_objects: dict | None = None,
-    max_weights: int | None = 1 << 28,
+    max_weights: int | str | None = "auto",
 ) -> keras.Model:
     """Loads the network of a `.miracle` file as a plain Keras model.
 
