@@ -7,6 +7,7 @@ and what the caller has registered or passed. All else is refused.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 
 import keras
@@ -33,7 +34,8 @@ _PARTS = {
 _NUMBERS = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32"
 _DTYPES = {"bool", "uint64", *_NUMBERS.split()}
 _MAX_LETTERS = 4096  # of a string; some of Keras' checks take the square of it
-_LIMITS = {"ngrams": 100}  # arguments that count what is made at once
+# Arguments that count what is made at once.
+_LIMITS = {"max_tokens": 1 << 24, "ngrams": 100}
 OWN_SEQUENTIAL = "tfmiracle>Sequential"
 
 
@@ -68,7 +70,9 @@ class Description:
       config: the description; names that Keras resolves lead to allowed things.
       layers: number of layers and operations in it.
       nodes: number of tensors that nodes of the graph refer to, and of layers.
-      stateful: whether a layer in it keeps states between batches.
+      computes: whether a layer computes with arrays as large as its input when it is
+        built: states between batches, the mean of a `Normalization`.
+      largest_shape: entries of the largest shape that layers are built for.
 
     Raises:
       NotAllowed: if it holds anything else; the text names it.
@@ -77,7 +81,7 @@ class Description:
     def __init__(self, architecture: dict, custom_objects: dict | None = None):
         self._custom = custom_objects or {}
         self.layers = self.nodes = 0
-        self.stateful = False
+        self.computes, self.largest_shape = False, 0
         self.config = self._anything(architecture, "model")
 
     def _anything(self, value, key):
@@ -87,10 +91,12 @@ class Description:
                 raise NotAllowed(f"`{key}` is a text of {len(value):,} characters.")
             return value
         if isinstance(value, list | tuple):
+            if key in ("input_shape", "build_input_shape", "batch_shape", "shape"):
+                known = math.prod(n for n in value if isinstance(n, int))
+                self.largest_shape = max(self.largest_shape, known)
             # What an argument calls for, the items of a list need not be.
             return [self._anything(item, "") for item in value]
         if not isinstance(value, dict):
-            self.stateful |= key == "stateful" and bool(value)
             return value
         if "class_name" not in value:
             return {k: self._anything(v, k) for k, v in value.items()}
@@ -170,7 +176,7 @@ class Description:
             for end, kind in _KINDS.items():
                 if key.endswith(end) and not issubclass(cls, kind):
                     raise NotAllowed(f"{title} is no {end} (`{key}`).")
-            self._check_arguments(title, value["config"] or {})
+            self._check_arguments(title, cls, value["config"] or {})
             if cls is keras.Sequential:
                 found["registered_name"] = OWN_SEQUENTIAL
         if issubclass(cls, keras.Operation):  # layers are among them
@@ -187,10 +193,12 @@ class Description:
             found["inbound_nodes"] = [self._node(n) for n in value["inbound_nodes"]]
         return found
 
-    def _check_arguments(self, title, config):
+    def _check_arguments(self, title, cls, config):
         """Refuses arguments of layers by which Keras would do more than build."""
         if isinstance(config.get("vocabulary"), str):
             raise NotAllowed(f"The `vocabulary` of {title} is a file to be read.")
+        mean = issubclass(cls, keras.layers.Normalization) and "mean" in config
+        self.computes |= bool(mean or config.get("stateful"))
         for name, limit in _LIMITS.items():
             if isinstance(config.get(name), int) and config[name] > limit:
                 raise NotAllowed(

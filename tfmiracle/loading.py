@@ -13,14 +13,16 @@ from tfmiracle.decoder import DecodedNetwork, decode
 from tfmiracle.keras_internals import walk, watch_building
 from tfmiracle.miracle_file import FileFormatError
 
-# A network of few variables may still have this many layers, and more for each one.
-_LAYERS, _LAYERS_PER_VARIABLE = 1000, 100
+# A network may have this many layers and operations, and more for each variable; and
+# on average, a layer may take and give this many tensors.
+_LAYERS, _LAYERS_PER_VARIABLE = 500, 20
+_NODES_PER_LAYER = 4
 # Tensors that Keras makes of a description, for each that it names: nested models are
 # walked through several times.
 _TENSORS = 30
 _COPIES = 3  # of a weight, that may be made on the way
 _MAX_RANK = 64
-_MAX_STATES = 1 << 24  # entries of a tensor, where a layer keeps states
+_MAX_COMPUTED = 1 << 24  # entries of an array that is computed to build a layer
 
 
 def load(
@@ -117,7 +119,7 @@ class _Bounds:
 
     def __init__(self, description, shapes):
         self.broken = None
-        self._max_elements = _MAX_STATES if description.stateful else math.inf
+        self._max_elements = _MAX_COMPUTED if description.computes else math.inf
         self._tensors = _TENSORS * (description.nodes + 10)
         if shapes is not None:
             # Wrappers copy the layer that they are given: `Bidirectional` builds three.
@@ -128,6 +130,13 @@ class _Bounds:
                     f"The network has {description.layers:,} layers and operations for "
                     f"{len(shapes):,} variables; at most {limit:,} are read."
                 )
+            if description.nodes > _NODES_PER_LAYER * limit:
+                raise FileFormatError(
+                    f"The layers of the network are called too often "
+                    f"({description.nodes:,} tensors)."
+                )
+        if description.largest_shape > self._max_elements:
+            raise FileFormatError("A layer is built for too large an input.")
 
     def tensor(self, shape):
         self._tensors -= 1
