@@ -90,6 +90,8 @@ def build_network(
             "layers, must be registered (`keras.saving.register_keras_serializable`) "
             "or passed in `custom_objects`."
         ) from None
+    if shapes is not None:
+        _check_count(description, len(shapes))
     bounds = _Bounds(description, shapes)
     try:
         with watch_building(bounds.tensor, None if shapes is None else bounds.weight):
@@ -109,9 +111,26 @@ def build_network(
             "The description of the network does not give a built Keras model. A "
             "subclassed model must define `build` or `get_build_config`."
         )
-    if shapes is not None and [tuple(v.shape) for v in model.weights] != list(shapes):
+    if shapes is None:
+        _check_count(description, len(model.weights))
+    elif [tuple(v.shape) for v in model.weights] != list(shapes):
         raise FileFormatError("The weights of the file do not fit its network.")
     return model
+
+
+def _check_count(description, variables):
+    """Refuses many layers without weights, which cost little in a file."""
+    limit = _LAYERS + _LAYERS_PER_VARIABLE * variables
+    if description.layers > limit:
+        raise FileFormatError(
+            f"The network has {description.layers:,} layers and operations for "
+            f"{variables:,} variables; a file may have {limit:,}."
+        )
+    if description.nodes > _NODES_PER_LAYER * limit:
+        raise FileFormatError(
+            f"The layers of the network take {description.nodes:,} tensors for "
+            f"{variables:,} variables; a file may have {_NODES_PER_LAYER * limit:,}."
+        )
 
 
 class _Bounds:
@@ -124,17 +143,6 @@ class _Bounds:
         if shapes is not None:
             # Wrappers copy the layer that they are given: `Bidirectional` builds three.
             self._left = collections.Counter([*shapes] * _COPIES)
-            limit = _LAYERS + _LAYERS_PER_VARIABLE * len(shapes)
-            if description.layers > limit:
-                raise FileFormatError(
-                    f"The network has {description.layers:,} layers and operations for "
-                    f"{len(shapes):,} variables; at most {limit:,} are read."
-                )
-            if description.nodes > _NODES_PER_LAYER * limit:
-                raise FileFormatError(
-                    f"The layers of the network are called too often "
-                    f"({description.nodes:,} tensors)."
-                )
         if description.largest_shape > self._max_elements:
             raise FileFormatError("A layer is built for too large an input.")
 
