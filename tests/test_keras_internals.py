@@ -1,6 +1,8 @@
 """What Keras does beyond its documented interface, as the package relies on it."""
 
 import ast
+import importlib
+import pkgutil
 import re
 import threading
 
@@ -117,6 +119,20 @@ def test_functional_models():
     inputs = keras.Input((3,))
     net = keras.Model(inputs, layers.Dense(2)(inputs))
     assert type(net) is internals.functional_class()
+
+
+def test_layers_of_applications_are_all_that_are_not_exported():
+    found = set()
+    for _, name, _ in pkgutil.iter_modules(keras.src.applications.__path__):
+        module = importlib.import_module(f"keras.src.applications.{name}")
+        found |= {
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, keras.Layer)
+            and value.__module__ == module.__name__
+        }
+    assert found == set(internals.layers_of_applications())
 
 
 def test_operations_call_no_functions():

@@ -27,6 +27,7 @@ from tfmiracle.miracle_file import (
     CodedGroup,
     FileFormatError,
     MiracleFile,
+    check_description,
     check_output,
     write_atomically,
 )
@@ -493,24 +494,16 @@ def test_bounds_of_the_description_are_exact(fits, too_much):
     assert_refused(crafted(content=too_much))
 
 
-def test_what_readers_refuse_is_not_written():
-    file = small_file()
-    for metadata in (
-        {1: 0, "1": 0},
-        {"x": 10**101},
-        {"x": math.inf},
-        nested(128)["model"],
-        {"x": [[]] * 131_072},
-    ):
-        with pytest.raises(ValueError):
-            dataclasses.replace(file, metadata=metadata).to_bytes()
-    with pytest.raises(ValueError, match="names"):
-        dataclasses.replace(file, names=["a"] * len(file.names)).to_bytes()
-    stored = [np.zeros((), np.float32)] * 8193
+def test_descriptions_that_readers_refuse_show_before_they_are_written():
     names = [str(i) for i in range(8193)]
-    MiracleFile(names[1:], [None] * 8192, [], stored[1:], {}).to_bytes()
-    with pytest.raises(ValueError, match="8193, over 8192"):
-        MiracleFile(names, [None] * 8193, [], stored, {}).to_bytes()
+    check_description(nested(126)["model"], names[1:])
+    with pytest.raises(ValueError, match="8,193 variables"):
+        check_description({}, names)
+    for architecture in (nested(127)["model"], {1: 0, "1": 0}, {"x": [[]] * 131_072}):
+        with pytest.raises(ValueError, match=r"The description|An object"):
+            check_description(architecture, [])
+    with pytest.raises(ValueError, match="names"):
+        check_description({}, ["a", "a"])
 
 
 def test_small_files_claim_no_large_networks():

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 
 import keras
 
-from tfmiracle.keras_internals import functional_class, operations
+from tfmiracle.keras_internals import (
+    functional_class,
+    layers_of_applications,
+    operations,
+)
 
 # They read files, or hold code.
 _REFUSED = ("FlaxLayer", "JaxLayer", "TFSMLayer", "TorchModuleWrapper")
@@ -280,7 +284,7 @@ def _exported() -> Iterator[tuple[tuple[str, str], type]]:
     yield ("keras", "SeedGenerator"), generator
     yield ("keras", "Sequential"), keras.Sequential
     yield ("keras.models", "Sequential"), keras.Sequential
-    for cls in [functional_class(), *operations()]:
+    for cls in [functional_class(), *layers_of_applications(), *operations()]:
         yield (cls.__module__, cls.__name__), cls
 
 

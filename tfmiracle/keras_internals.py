@@ -125,6 +125,16 @@ def functional_class() -> type[keras.Model]:
     return keras.src.models.functional.Functional
 
 
+def layers_of_applications() -> list[type[keras.Layer]]:
+    """Layers of `keras.applications` that Keras does not export."""
+    applications = keras.src.applications
+    return [
+        applications.convnext.LayerScale,
+        applications.convnext.StochasticDepth,
+        applications.inception_resnet_v2.CustomScaleLayer,
+    ]
+
+
 def operations() -> list[type[keras.Operation]]:
     """Operations on arrays, which are nodes of functional models.
 

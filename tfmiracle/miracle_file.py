@@ -121,9 +121,7 @@ class MiracleFile:
         """Serializes the file.
 
         Raises:
-          ValueError: if readers would refuse the file: architecture, names and metadata
-            take too much room or hold what JSON cannot say, or there are too many
-            variables.
+          ValueError: if architecture, names and metadata take more than readers accept.
         """
         description = json.dumps(
             {
@@ -140,10 +138,6 @@ class MiracleFile:
                 f"{len(description):,} bytes as JSON; a file has room for "
                 f"{MAX_DESCRIPTION_BYTES:,}."
             )
-        packed = b"".join(_pack(g) for g in self.groups)
-        layout = self._layout_bytes()
-        _parse_layout(layout, packed, None)
-        _parse_text(description, len(self.coded))
         deflate = zlib.compressobj(9, wbits=-15, zdict=_description_dictionary())
         stored = b"".join(_little_endian(value).tobytes() for value in self.stored)
         return b"".join(
@@ -151,8 +145,8 @@ class MiracleFile:
                 MAGIC,
                 bytes([VERSION]),
                 _section(_DESCRIPTION, deflate.compress(description) + deflate.flush()),
-                _section(_LAYOUT, layout),
-                _section(_INDICES, packed),
+                _section(_LAYOUT, self._layout_bytes()),
+                _section(_INDICES, b"".join(_pack(g) for g in self.groups)),
                 _section(_STORED, zlib.compress(stored, 9) if stored else b""),
             ]
         )
@@ -260,6 +254,21 @@ class MiracleFile:
             return cls.from_bytes(data, max_weights)
         except FileFormatError as error:
             raise FileFormatError(f"{path}: {error}") from None
+
+
+def check_description(architecture: dict, names: Sequence[str]) -> None:
+    """Checks what will be written of a network, before hours are spent on its weights.
+
+    Raises:
+      FileFormatError: if readers would refuse it.
+    """
+    if len(names) > MAX_VARIABLES:
+        raise FileFormatError(
+            f"The network has {len(names):,} variables; a file has room for "
+            f"{MAX_VARIABLES:,}."
+        )
+    content = {"model": architecture, "names": [*names], "metadata": {}}
+    _parse_text(json.dumps(content).encode(), len(names))
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:

@@ -19,6 +19,7 @@ from tfmiracle.miracle_file import (
     MAX_METADATA_BYTES,
     CodedGroup,
     MiracleFile,
+    check_description,
 )
 from tfmiracle.models import (
     VariationalModel,
@@ -130,6 +131,7 @@ def check_network(model: keras.Model) -> keras.Model:
             f"The configuration of {model.name!r} takes {size:,} bytes as JSON; a file "
             f"has room for {room:,}. Keep large vocabularies and constants outside."
         )
+    check_description(architecture, names)
     for layer in walk(model):
         for name, value in vars(layer).items():
             if isinstance(value, dict) and not name.startswith("_"):
