@@ -96,6 +96,8 @@ REFUSED = {
     "a layer among arguments": operation("Add", node(dense(), tensor())),
     "a call without tensors": operation("Full", node([10**10], 1.0)),
     "a call without arguments": operation("Full", {}),
+    "calls that are none": functional(dense()) | {"inbound_nodes": 3},
+    "a long list of indices": operation("Take", node(tensor(), [0] * 5000)),
     "a call as in HDF5 files": functional(dense(), [["i", 0, 0, {}]]),
     # Functions where none belongs, or others than activations.
     "activation": sequential(dense(activation=SET_FLOATX)),

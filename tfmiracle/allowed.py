@@ -38,8 +38,9 @@ _PARTS = {
 _NUMBERS = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32"
 _DTYPES = {"bool", "uint64", *_NUMBERS.split()}
 _MAX_LETTERS = 4096  # of a string; some of Keras' checks take the square of it
+_MAX_ITEMS = 4096  # of a list among what a node takes; constants may be larger
 # Arguments that count what is made at once.
-_LIMITS = {"max_tokens": 1 << 24, "ngrams": 100}
+_LIMITS = {"max_tokens": 1 << 20, "ngrams": 100}
 OWN_SEQUENTIAL = "tfmiracle>Sequential"
 
 
@@ -194,7 +195,10 @@ class Description:
         if "name" in value:
             found["name"] = self._anything(value["name"], "name")
         if "inbound_nodes" in value:
-            found["inbound_nodes"] = [self._node(n) for n in value["inbound_nodes"]]
+            nodes = value["inbound_nodes"]
+            if not isinstance(nodes, list | tuple):
+                raise NotAllowed(f"The nodes of {title} are not as Keras writes them.")
+            found["inbound_nodes"] = [self._node(node) for node in nodes]
         return found
 
     def _check_arguments(self, title, cls, config):
@@ -221,7 +225,9 @@ class Description:
         return node
 
     def _argument(self, value):
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
+            if len(value) > _MAX_ITEMS:
+                raise NotAllowed(f"A node takes a list of {len(value):,} items.")
             return [self._argument(item) for item in value]
         if not isinstance(value, dict):
             return self._anything(value, "")
