@@ -71,7 +71,7 @@ from test_decoder import DIGESTS, digest
 import tfmiracle
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
-from tfmiracle.network import to_network
+from tfmiracle.loading import to_network
 from tfmiracle.posterior import PARAMETERIZATIONS
 
 PARTS = ("mean_kl", "mean_var")

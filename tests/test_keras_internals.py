@@ -1,6 +1,10 @@
 """What Keras does beyond its documented interface, as the package relies on it."""
 
 import ast
+import importlib
+import pkgutil
+import re
+import threading
 
 import keras
 import numpy as np
@@ -152,13 +156,82 @@ def test_a_checked_variable_sees_all_that_is_assigned_to_it(tmp_path):
     np.testing.assert_array_equal(seen, [[2, 3], [1, 1], [1, 1]])
 
 
+def test_functional_models():
+    inputs = keras.Input((3,))
+    net = keras.Model(inputs, layers.Dense(2)(inputs))
+    assert type(net) is internals.functional_class()
+
+
+def test_layers_of_applications_are_all_that_are_not_exported():
+    found = set()
+    for _, name, _ in pkgutil.iter_modules(keras.src.applications.__path__):
+        if name.endswith("_test"):
+            continue
+        module = importlib.import_module(f"keras.src.applications.{name}")
+        found |= {
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, keras.Layer)
+            and value.__module__ == module.__name__
+        }
+    assert found == set(internals.layers_of_applications())
+
+
+def test_operations_call_no_functions():
+    found = {cls.__name__: cls for cls in internals.operations()}
+    modules = {cls.__module__.rpartition(".")[2] for cls in found.values()}
+    assert modules == {"core", "einops", "image", "linalg", "math", "nn", "numpy"}
+    assert {"Add", "Cast", "Einsum", "GetItem", "Rearrange", "Relu", "Slice"} < {*found}
+    calling = (
+        "AssociativeScan Cond ForiLoop JVP Map Scan Switch VectorizedMap WhileLoop"
+    )
+    assert not {*calling.split()} & {*found}
+
+
+def test_building_is_watched():
+    shapes, weights = [], []
+    inputs = keras.Input((3,))
+    before = keras.KerasTensor.__init__, keras.Layer.add_weight
+    with internals.watch_building(shapes.append, weights.append):
+        layer = layers.Dense(2, kernel_initializer="ones")
+        layer(inputs)
+        assert np.array_equal(layer.kernel, np.zeros((3, 2)))
+        bare = keras.Layer()
+        bare.add_weight((4,), "ones", "int32")
+        bare.add_weight()
+    assert shapes == [(None, 2)]
+    assert weights == [(3, 2), (2,), (4,), ()]
+    assert bare.weights[0].dtype == "int32"
+    assert before == (keras.KerasTensor.__init__, keras.Layer.add_weight)
+
+    with internals.watch_building(shapes.append):  # leaves initializers alone
+        layer = layers.Dense(2, kernel_initializer="ones")
+        layer(inputs)
+    assert np.array_equal(layer.kernel, np.ones((3, 2)))
+
+
+def test_a_watch_ends_with_an_error_and_sees_its_own_thread_only():
+    def refuse(shape):
+        raise ValueError("too much")
+
+    before = keras.KerasTensor.__init__, keras.Layer.add_weight
+    with (
+        pytest.raises(ValueError, match="too much"),
+        internals.watch_building(refuse, refuse),
+    ):
+        other = threading.Thread(target=layers.Dense(2).build, args=[(None, 3)])
+        other.start()
+        other.join()
+        layers.Dense(2).build((None, 3))
+    assert before == (keras.KerasTensor.__init__, keras.Layer.add_weight)
+
+
 def test_nothing_else_in_the_package_touches_private_names_of_keras():
     names = {
         node.attr
         for node in ast.walk(ast.parse((PACKAGE / "keras_internals.py").read_text()))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.endswith("__")
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)
     }
     for path in PACKAGE.rglob("*.py"):
         if path.name == "keras_internals.py":

@@ -13,15 +13,13 @@ import tfmiracle
 from tfmiracle import compression
 from tfmiracle.decoder import decode
 from tfmiracle.layers import MeanKLLayer
+from tfmiracle.loading import build_network, load, to_network
 from tfmiracle.miracle_file import FileFormatError, MiracleFile
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
-    build_network,
     check_network,
-    load,
     plain_architecture,
     to_file,
-    to_network,
 )
 
 pytestmark = pytest.mark.usefixtures("eager")

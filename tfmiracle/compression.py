@@ -20,13 +20,13 @@ from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
+from tfmiracle.loading import to_network
 from tfmiracle.miracle_file import MiracleFile, section_bytes
 from tfmiracle.models import VariationalModel, posteriors
 from tfmiracle.network import (
     check_network,
     plain_architecture,
     to_file,
-    to_network,
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run

@@ -4,9 +4,63 @@ Each of these has a test in `tests/test_keras_internals.py` that tells when Kera
 changes. Nothing else in the package touches a name of Keras with an underscore.
 """
 
+import contextlib
+import importlib
+import inspect
+import threading
 from collections.abc import Callable, Iterator
 
 import keras
+
+# Modules of operations on arrays. Of the others, those that call no functions.
+_OPERATIONS = {
+    "core": (
+        "Cast",
+        "ConvertToTensor",
+        "SaturateCast",
+        "Scatter",
+        "ScatterUpdate",
+        "Slice",
+        "SliceUpdate",
+        "StopGradient",
+        "Unstack",
+    ),
+    "einops": ("Rearrange",),
+    "image": None,
+    "linalg": (
+        "Cholesky",
+        "CholeskyInverse",
+        "Det",
+        "Eig",
+        "Eigh",
+        "Inv",
+        "Lstsq",
+        "LuFactor",
+        "MatrixRank",
+        "Norm",
+        "Pinv",
+        "Qr",
+        "SVD",
+        "Solve",
+        "SolveTriangular",
+    ),
+    "math": None,
+    "nn": None,
+    "numpy": None,
+}
+# What Keras calls arguments that it calls.
+_FUNCTIONS = {
+    "f",
+    "fn",
+    "fun",
+    "func",
+    "function",
+    "pyfunc",
+    "callable",
+    "body",
+    "cond",
+}
+_watching = threading.RLock()
 
 
 def walk(layer: keras.Layer) -> Iterator[keras.Layer]:
@@ -101,3 +155,82 @@ class CheckedVariable(keras.Variable):
         for value in restored_tensors.values():
             self._check_value(value)
         return super()._restore_from_tensors(restored_tensors)
+
+
+def functional_class() -> type[keras.Model]:
+    """The class of models that are made of inputs and outputs."""
+    return keras.src.models.functional.Functional
+
+
+def layers_of_applications() -> list[type[keras.Layer]]:
+    """Layers of `keras.applications` that Keras does not export."""
+    applications = keras.src.applications
+    return [
+        applications.convnext.LayerScale,
+        applications.convnext.StochasticDepth,
+        applications.inception_resnet_v2.CustomScaleLayer,
+    ]
+
+
+def operations() -> list[type[keras.Operation]]:
+    """Operations on arrays, which are nodes of functional models.
+
+    Operations that call functions, such as a `Map`, are not among them.
+    """
+    found = []
+    for name, allowed in _OPERATIONS.items():
+        module = importlib.import_module(f"keras.src.ops.{name}")
+        for cls in vars(module).values():
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, keras.Operation)
+                and cls.__module__ == module.__name__
+                and (allowed is None or cls.__name__ in allowed)
+                and not _FUNCTIONS & _parameters(cls)
+            ):
+                found.append(cls)
+    return found
+
+
+def _parameters(cls) -> set[str]:
+    return {
+        p for f in (cls.__init__, cls.call) for p in inspect.signature(f).parameters
+    }
+
+
+@contextlib.contextmanager
+def watch_building(
+    on_tensor: Callable[[tuple], None],
+    on_weight: Callable[[tuple], None] | None = None,
+) -> Iterator[None]:
+    """Watches what this thread builds, before anything is allocated for it.
+
+    Args:
+      on_tensor: called with the shape of every symbolic tensor; it may raise.
+      on_weight: called with the shape of every weight that a layer adds; it may raise.
+        If given, weights start as zeros, whatever initializers they have.
+    """
+    thread = threading.get_ident()
+    make_tensor, add_weight = keras.KerasTensor.__init__, keras.Layer.add_weight
+
+    def tensor(self, shape, *args, **kwargs):
+        if threading.get_ident() == thread:
+            on_tensor(shape)
+        make_tensor(self, shape, *args, **kwargs)
+
+    def weight(self, *args, **kwargs):
+        if on_weight is not None and threading.get_ident() == thread:
+            names = ("shape", "initializer", "dtype")
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+            shape = kwargs.get("shape") or ()
+            on_weight((shape,) if isinstance(shape, int) else tuple(shape))
+            args, kwargs["initializer"] = (), "zeros"
+        return add_weight(self, *args, **kwargs)
+
+    with _watching:
+        keras.KerasTensor.__init__, keras.Layer.add_weight = tensor, weight
+        try:
+            yield
+        finally:
+            keras.KerasTensor.__init__ = make_tensor
+            keras.Layer.add_weight = add_weight

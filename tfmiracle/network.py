@@ -1,10 +1,7 @@
-"""Between Keras models and `.miracle` files."""
+"""From Keras models to `.miracle` files; `loading` is the way back."""
 
 import collections
-import copy
 import json
-import os
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -13,15 +10,16 @@ import tensorflow as tf
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, indices_crc32
 from tfmiracle.comparison import first_difference
-from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
+from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
+from tfmiracle.loading import build_network, set_weights, to_network
 from tfmiracle.miracle_file import (
     MAX_DESCRIPTION_BYTES,
     MAX_METADATA_BYTES,
     CodedGroup,
-    FileFormatError,
     MiracleFile,
+    check_description,
 )
 from tfmiracle.models import (
     VariationalModel,
@@ -151,6 +149,7 @@ def check_network(model: keras.Model, batch=None) -> keras.Model:
             f"The configuration of {model.name!r} takes {size:,} bytes as JSON; a file "
             f"has room for {room:,}. Keep large vocabularies and constants outside."
         )
+    check_description(architecture, names)
     for layer in walk(model):
         for name, value in vars(layer).items():
             if isinstance(value, dict) and not name.startswith("_"):
@@ -228,98 +227,6 @@ def plain_architecture(model: keras.Model) -> dict:
             "layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
-
-
-def build_network(
-    architecture: dict, custom_objects: dict | None = None
-) -> keras.Model:
-    """Builds the Keras model of a file, with initial weights.
-
-    It runs no code from the file, but allocates what the architecture asks for.
-
-    Raises:
-      ValueError: if it names a class that is not registered, or holds a Lambda layer.
-    """
-    try:
-        model = keras.saving.deserialize_keras_object(
-            copy.deepcopy(architecture),  # which Keras empties
-            custom_objects=custom_objects,
-            safe_mode=True,
-        )
-    except Exception as error:
-        raise ValueError(
-            f"Keras cannot rebuild the network: {error} Custom classes must be "
-            "registered (`keras.saving.register_keras_serializable`) or passed in "
-            "`custom_objects`; Lambda layers are refused, since their code comes from "
-            "the file."
-        ) from error
-    if not (isinstance(model, keras.Model) and model.built):
-        raise ValueError(
-            "The description of the network does not give a built Keras model. A "
-            "subclassed model must define `build` or `get_build_config`."
-        )
-    return model
-
-
-def load(
-    path: str | os.PathLike,
-    custom_objects: dict | None = None,
-    max_weights: int | None = DEFAULT_MAX_WEIGHTS,
-) -> keras.Model:
-    """Loads the network of a `.miracle` file as a plain Keras model.
-
-    Args:
-      path: the file.
-      custom_objects: name -> class, for layers that are not registered with Keras.
-      max_weights: refuse files that claim more weights than this. It bounds what the
-        decoder allocates; Keras allocates what the architecture asks for. None for a
-        file that you trust.
-
-    Returns:
-      The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
-
-    Raises:
-      FileFormatError: if the file is damaged, or its weights do not fit its network.
-      ValueError: if Keras cannot rebuild the network, see `build_network`.
-      OSError: if the file cannot be read.
-    """
-    return to_network(decode(path, max_weights), custom_objects)
-
-
-def to_network(
-    decoded: DecodedNetwork, custom_objects: dict | None = None
-) -> keras.Model:
-    """Builds the Keras model of a decoded file, see `load`."""
-    model = build_network(decoded.architecture, custom_objects)
-    shapes = [tuple(v.shape) for v in model.weights]
-    if shapes != [value.shape for value in decoded.weights.values()]:
-        raise FileFormatError("The weights of the file do not fit its network.")
-    # By position: Keras may number layers inside others anew in every process.
-    set_weights(model, list(decoded.weights.values()))
-    return model
-
-
-def set_weights(model: keras.Model, values: Sequence[np.ndarray]) -> None:
-    """As `model.set_weights`, which does not reach all that layers compute with."""
-    model.set_weights(values)
-    for layer in walk(model):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()
-
-
-def accuracy_of(
-    model: keras.Model, decoded: DecodedNetwork, x: np.ndarray, y: np.ndarray
-) -> float:
-    """Accuracy of a classifier with the weights of a decoded (or pruned) network.
-
-    Args:
-      model: the network, from `to_network`; it keeps the weights.
-      decoded: the weights.
-      x, y: inputs and class numbers.
-    """
-    set_weights(model, list(decoded.weights.values()))
-    scores = model.predict(x, batch_size=500, verbose=0)
-    return float(np.mean(np.argmax(scores, -1) == y))
 
 
 def _plain(model):

@@ -26,9 +26,9 @@ from tfmiracle.compression import CompressionResult, checksum, compress
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment
+from tfmiracle.loading import accuracy_of, to_network
 from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import VariationalModel
-from tfmiracle.network import accuracy_of, to_network
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks
