@@ -632,6 +632,7 @@ def test_configuration_round_trip():
 
 
 def test_integer_weights_are_not_coded():
+    @keras.saving.register_keras_serializable("tests_of_tfmiracle")
     class Counting(layers.Layer):
         def build(self, shape):
             self.count = self.add_weight(shape=(), dtype="int32", initializer="zeros")

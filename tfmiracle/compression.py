@@ -18,7 +18,7 @@ from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
-from tfmiracle.keras_internals import seed_generators, walk
+from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
@@ -156,7 +156,7 @@ def compress(
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
-        loss_weights = model.get_compile_config().get("loss_weights")
+        loss_weights = compiled_loss_weights(model)
     if distill:
         hard = model.loss if model.compiled else None
         loss = soft_loss(hard) if loss is hard else loss

@@ -4,11 +4,18 @@ import math
 
 import keras
 
-from tfmiracle.keras_internals import children, has_losses, walk
+from tfmiracle.keras_internals import (
+    children,
+    has_losses,
+    walk,
+    without_training_setup,
+)
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.posterior import BlockPosterior, posterior_over
 from tfmiracle.rules import Treatment, treat
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
+
+_REGISTRATION = '@keras.saving.register_keras_serializable("my_package")'
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -101,6 +108,7 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         _refuse_own_training(net)
+        configuration(net)  # raises, long before anything is coded or saved
         if not 0 <= l2 < math.inf:
             raise ValueError(f"`l2` must be at least 0. Received: l2={l2}")
         self.net = net
@@ -279,6 +287,79 @@ def _refuse_own_training(net):
                 "a posterior would not use. Say what to minimize with losses given to "
                 "`compile` and with `add_loss`."
             )
+
+
+def configuration(model: keras.Model) -> dict:
+    """Serializes a network without its training setup, as Keras' JSON.
+
+    Raises:
+      ValueError: if a class or function in it is not registered with Keras, or one of
+        its classes has no configuration.
+    """
+    with without_training_setup(model):
+        try:
+            config = keras.saving.serialize_keras_object(model)
+        except Exception as error:  # which a `get_config` may raise
+            layer = _without_configuration(model)
+            raise ValueError(
+                f"{type(layer).__name__} (layer {layer.name!r}) has no configuration "
+                "that a file could hold. Its class needs a `get_config` that returns "
+                f"the arguments of its `__init__`. Keras says: {error}"
+            ) from error
+    _refuse_unregistered(config, model.name)
+    return config
+
+
+def _without_configuration(model):
+    """The innermost layer that cannot be serialized."""
+    found = model
+    for layer in walk(model):
+        try:
+            keras.saving.serialize_keras_object(layer)
+        except Exception:
+            found = layer
+    return found
+
+
+def _refuse_unregistered(config, where):
+    """Refuses what Keras would not find again; `where` is the name of a layer."""
+    if isinstance(config, list | tuple):
+        for item in config:
+            _refuse_unregistered(item, where)
+    if not isinstance(config, dict):
+        return
+    inner = config.get("config")
+    if isinstance(inner, dict):
+        where = inner.get("name", where)
+    # Keras writes a lambda with or without its class, as code.
+    if config.get("class_name") == "__lambda__" or config.keys() == {"value"}:
+        raise ValueError(
+            f"There is a lambda in {where!r} (a Lambda layer?), and a file holds no "
+            "code. Write a function or a layer instead, with this line above it: "
+            f"{_REGISTRATION}"
+        )
+    if {"module", "class_name", "registered_name"} <= config.keys():
+        is_function = config["class_name"] == "function"
+        name = inner if is_function else config["registered_name"]
+        if name is not None and not _is_known(name, config["module"]):
+            what = f"function {name!r}" if is_function else config["class_name"]
+            raise ValueError(
+                f"{what} (in {where!r}) is not registered with Keras, which could "
+                f"not rebuild it from a file. Put this line above its definition: "
+                f"{_REGISTRATION}"
+            )
+    for value in config.values():
+        _refuse_unregistered(value, where)
+
+
+def _is_known(name, module):
+    if keras.saving.get_registered_object(name) is not None:
+        return True
+    if module == "builtins":  # where Keras looks for functions by their names
+        homes = (keras.activations, keras.initializers, keras.regularizers)
+        return any(hasattr(home, name) for home in homes)
+    packages = ("keras", "keras_hub", "keras_cv", "keras_nlp")
+    return module is not None and module.partition(".")[0] in packages
 
 
 def codable_variables(net: keras.Model) -> list[keras.Variable]:

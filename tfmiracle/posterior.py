@@ -21,6 +21,8 @@ _MAX_LOGIT = 1e30
 _MAX_RATIO = 1e12
 _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
+# Between the noise seeds of two replicas; a prime, far from what users count in.
+_SEEDS_APART = 1_640_531_527
 # Weights whose initial parameters are computed at a time, in float64.
 _INITIALIZED = 1 << 20
 
@@ -77,7 +79,7 @@ class BlockPosterior(keras.layers.Layer):
         self.codebook = codebook
         self.kl_bits = float(kl_bits)
         self.log_scale_rate = float(log_scale_rate)
-        self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
+        self.noise_seed = _NoiseSeed(layout.seed % 2**31)
         self._raw_log_scale = self._add("log_coding_scale", (layout.num_scales,))
         self._create_parameters()
         # rho once it is final, 0 before: candidates are scaled by it, so it must not
@@ -366,10 +368,14 @@ class BlockPosterior(keras.layers.Layer):
         rows = np.asarray(blocks, np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
         loc, log_ratio = self.standardized(blocks)
-        self._coded_loc.value.scatter_nd_update(rows, loc)
-        self._coded_log_ratio.value.scatter_nd_update(rows, log_ratio)
-        self._candidates.value.scatter_nd_update(rows, candidates)
-        self.indices.value.scatter_nd_update(rows, indices.astype(np.int32))
+        for variable, values in (
+            (self._coded_loc, loc),
+            (self._coded_log_ratio, log_ratio),
+            (self._candidates, candidates),
+            (self.indices, indices.astype(np.int32)),
+        ):
+            for replica in _replicas(variable):
+                replica.scatter_nd_update(rows, values)
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -786,6 +792,32 @@ class _Tables:
             tf.reshape(part, v.shape)
             for part, v in zip(parts, self._variables, strict=True)
         ]
+
+
+# Under a `tf.distribute.Strategy` each replica has a copy of every variable of a
+# posterior, and assigns to its own (Keras' default). What training assigns here depends
+# on nothing but such variables, so that the copies stay the same; to wait for the other
+# replicas in the middle of a step would mix up the losses that Keras collects.
+
+
+def _replicas(variable: keras.Variable) -> list[tf.Variable]:
+    """The copies of a variable; without a strategy, the only one."""
+    value = variable.value
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.values)
+    return [value]
+
+
+class _NoiseSeed(keras.random.SeedGenerator):
+    """Seeds that differ between replicas, which Keras' do not."""
+
+    def next(self, ordered=True):
+        seed = super().next(ordered)
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return seed
+        replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
+        return seed + tf.stack([replica * _SEEDS_APART, tf.zeros_like(replica)])
 
 
 def _independent_normal(loc, scale):
