@@ -15,12 +15,8 @@ from support import CONFIGS, fix_all
 
 import tfmiracle
 from tfmiracle import PAPER, Recipe, callbacks, cli, compression, run
-from tfmiracle.compression import (
-    _shifted,
-    _training_batches,
-    block_size_for,
-    target_bytes,
-)
+from tfmiracle.compression import block_size_for, target_bytes
+from tfmiracle.data import shifted, training_batches
 from tfmiracle.datasets import load_dataset
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel
@@ -604,7 +600,7 @@ def test_any_target_is_read_or_refused(text):
 def test_every_epoch_is_another_permutation():
     x = np.arange(20, dtype=np.float32)[:, np.newaxis]
     recipe = Recipe(batch_size=4, seed=2**64 - 1)
-    batches = _training_batches((x, 10 * x[:, 0]), recipe)
+    batches = training_batches((x, 10 * x[:, 0]), recipe)
 
     def epochs(phase):
         taken = list(batches(phase, 0).take(10).as_numpy_iterator())
@@ -619,7 +615,7 @@ def test_every_epoch_is_another_permutation():
         assert sorted(order) == list(range(20))
     assert len({tuple(order) for order in orders}) == 6
     np.testing.assert_array_equal(epochs("coding"), orders[4:])
-    other = _training_batches((x, x), dataclasses.replace(recipe, seed=1))
+    other = training_batches((x, x), dataclasses.replace(recipe, seed=1))
     first = np.concatenate([b[0][:, 0] for b in other("coding", 0).take(5)])
     assert first.tolist() != orders[4].tolist()
 
@@ -629,8 +625,8 @@ def test_batches_go_on_from_any_step(count, batch_size):
     x = np.arange(count, dtype=np.float32)[:, np.newaxis]
     recipe = Recipe(batch_size=batch_size)
     for batches in (
-        _training_batches((x, x), recipe),
-        _training_batches(
+        training_batches((x, x), recipe),
+        training_batches(
             tf.data.Dataset.from_tensors((x, x)).unbatch().batch(2), recipe
         ),
     ):
@@ -644,15 +640,15 @@ def test_no_thread_tunes_the_batches():
     """Fitting would have to wait for it in the end."""
     x = np.zeros((4, 2, 2, 1), np.float32)
     recipe = Recipe(batch_size=2, max_shift=1)
-    batches = _training_batches((x, x), recipe)
-    for these in (batches, _shifted(batches, recipe)):
+    batches = training_batches((x, x), recipe)
+    for these in (batches, shifted(batches, recipe)):
         assert these("coding", 0).options().autotune.enabled is False
 
 
 def test_shifts_go_on_from_any_step_and_differ_between_phases():
     x = np.arange(5 * 4 * 4, dtype=np.float32).reshape(5, 4, 4, 1)
     recipe = Recipe(batch_size=2, max_shift=2, seed=2**64 - 1)
-    batches = _shifted(_training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
+    batches = shifted(training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
     whole = list(batches("coding", 0).take(9).as_numpy_iterator())
     for step in (1, 4, 8):
         rest = list(batches("coding", step).take(9 - step).as_numpy_iterator())
@@ -665,14 +661,14 @@ def test_shifts_go_on_from_any_step_and_differ_between_phases():
         np.testing.assert_array_equal(image, np.tile(labels[:, None] // 16, 16))
 
     same = (x[:1], x[:1, 0, 0, 0])
-    batches = _shifted(_training_batches(same, recipe), recipe)
+    batches = shifted(training_batches(same, recipe), recipe)
     phases = [list(batches(phase, 0).take(6)) for phase in run.PHASES]
     assert len({np.stack([b for b, _ in taken]).tobytes() for taken in phases}) == 3
 
 
 def test_few_examples_fill_a_batch_over_and_over():
     x = np.arange(3, dtype=np.float32)[:, np.newaxis]
-    batches = _training_batches((x, x), Recipe(batch_size=8))
+    batches = training_batches((x, x), Recipe(batch_size=8))
     inputs, _ = next(iter(batches("warmup", 0)))
     assert np.bincount(inputs.numpy().astype(int)[:, 0]).tolist() in (
         [3, 3, 2],

@@ -1,6 +1,7 @@
 """A whole Keras model whose weights are variational."""
 
 import math
+import os
 
 import keras
 
@@ -97,6 +98,7 @@ class VariationalModel(keras.Model):
         treatments: list[tuple[str, str]] | None = None,
         **kwargs,
     ):
+        check_model(net, "net")
         # Inputs reach `net` as they are, which casts them as it does by itself.
         # By its dtype policy `compile` decides whether the loss has to be scaled.
         kwargs.setdefault("dtype", getattr(net, "dtype_policy", None))
@@ -276,6 +278,72 @@ class VariationalModel(keras.Model):
             config.pop("net"), custom_objects=custom_objects
         )
         return cls(net, **config)
+
+
+class WholeBatches(keras.Model):
+    """A network of a fixed batch that takes fewer examples, too, for evaluation."""
+
+    def __init__(self, net: keras.Model, **kwargs):
+        super().__init__(**kwargs)
+        self.net = net
+        self.built = True
+
+    def call(self, inputs, training=None):
+        return in_whole_batches(self.net, inputs, training=training)
+
+    @property
+    def output_names(self) -> list[str] | None:
+        return getattr(self.net, "output_names", None)
+
+
+def in_whole_batches(model: keras.Model, inputs, training: bool | None = None):
+    """The outputs of a model for up to as many examples as its batch is fixed to."""
+    batch = fixed_batch(model)
+    if batch is None:
+        return model(inputs, training=training)
+    count = keras.ops.shape(keras.tree.flatten(inputs)[0])[0]
+    index = keras.ops.arange(batch) % count  # some of them again, to fill up
+    whole = keras.tree.map_structure(lambda x: keras.ops.take(x, index, axis=0), inputs)
+    outputs = model(whole, training=training)
+    return keras.tree.map_structure(lambda y: y[:count], outputs)
+
+
+def fixed_batch(model: keras.Model) -> int | None:
+    """The number of examples that each batch of a model must have, if there is one."""
+    if isinstance(model, VariationalModel | WholeBatches):
+        return fixed_batch(model.net)
+    shapes = [x.shape for x in keras.tree.flatten(getattr(model, "inputs", None) or [])]
+    for layer in walk(model):
+        if getattr(layer, "stateful", False):
+            states = keras.tree.flatten(getattr(layer, "states", None) or [])
+            shapes += [state.shape for state in states]
+    return next((shape[0] for shape in shapes if shape and shape[0]), None)
+
+
+def check_model(model, name: str = "model") -> None:
+    """Refuses what is no Keras model, and says what to do.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    if isinstance(model, keras.Model):
+        return
+    modules = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    if modules & {"tf_keras", "tensorflow"} and hasattr(model, "get_weights"):
+        advice = (
+            "It is of Keras 2 (tf_keras). Build the same network with Keras 3 "
+            "(`import keras`) and give it `get_weights()` of this one."
+        )
+    elif isinstance(model, str | os.PathLike):
+        advice = "Load it first: `keras.saving.load_model(path)`."
+    elif "torch" in modules:
+        advice = "Build the same network with Keras and copy the weights."
+    elif isinstance(model, keras.Layer):
+        advice = "Put the layer into a keras.Sequential."
+    else:
+        advice = "Pass what `keras.Sequential` or `keras.Model(inputs, outputs)` gives."
+    what = model.__name__ if isinstance(model, type) else type(model).__name__
+    raise ValueError(f"`{name}` must be a Keras model. {advice} Received: {what}")
 
 
 def _refuse_own_training(net):
