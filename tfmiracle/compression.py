@@ -193,8 +193,11 @@ def compress(
             "`loss` is missing: compile the model with a loss first, pass one, or have "
             "a layer call `add_loss`."
         )
-    if class_weight is not None and loss is None:
-        raise ValueError("`class_weight` needs labels and a `loss`.")
+    has_weights = isinstance(data, tuple) and len(data) == 3
+    if class_weight is not None and (loss is None or has_weights):
+        raise ValueError(
+            "`class_weight` needs labels with a `loss`, and no weights of examples."
+        )
     if target is not None:
         size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
         recipe = dataclasses.replace(recipe, block_size=size)

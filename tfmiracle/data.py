@@ -166,18 +166,18 @@ def _read_arrays(name, data, net, labelled):
         for part, value in zip(("x", "y", "sample weights"), parts)
         if value is not None
     )
+    inputs, taken = len(tf.nest.flatten(parts[0])), len(_inputs_of(net))
+    if taken and inputs != taken:
+        raise ValueError(
+            f"x of `{name}` holds {inputs} arrays, and {net.name!r} takes {taken}. A "
+            "list of the examples' arrays is made one array by `np.stack`."
+        )
     leaves = tf.nest.flatten(parts)
     count = len(leaves[0]) if leaves else 0
     if not count or any(len(leaf) != count for leaf in leaves):
         raise ValueError(
             f"The arrays in `{name}` must have the same number of examples, at least "
             f"one. Received shapes: {[leaf.shape for leaf in leaves]}"
-        )
-    inputs, taken = len(tf.nest.flatten(parts[0])), len(_inputs_of(net))
-    if taken and inputs != taken:
-        raise ValueError(
-            f"x of `{name}` holds {inputs} arrays, and {net.name!r} takes {taken}. A "
-            "list of the examples' arrays is made one array by `np.stack`."
         )
     for leaf in leaves:
         if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
@@ -190,12 +190,12 @@ def _read_arrays(name, data, net, labelled):
 
 def _arrays(what, value):
     try:
-        value = as_arrays(value)
+        arrays = as_arrays(value)
     except Exception as error:  # of whatever object was asked for its array
         raise ValueError(
             f"{what} cannot be made an array of NumPy: {error} Received: {_kind(value)}"
         ) from error
-    for leaf in tf.nest.flatten(value):
+    for leaf in tf.nest.flatten(arrays):
         is_text = leaf.dtype.kind == "O" and all(
             isinstance(v, str | bytes) for v in leaf.reshape(-1)
         )
@@ -205,7 +205,7 @@ def _arrays(what, value):
                 "and ragged ones made dense, rows of one length. "
                 f"Received: {leaf.dtype} of shape {leaf.shape}, from {_kind(value)}"
             )
-    return value
+    return arrays
 
 
 def _kind(data):
