@@ -221,13 +221,16 @@ def compress(
         "seed": recipe.seed,
     }
 
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+
     def compiled(network, learning_rate=1e-3):
         network.compile(
             keras.optimizers.Adam(learning_rate),
             loss,
             loss_weights=loss_weights,
             metrics=metrics,
-            steps_per_execution=STEPS_PER_EXECUTION,
+            # Several steps under several replicas are more than Keras can do.
+            steps_per_execution=1 if replicas > 1 else STEPS_PER_EXECUTION,
             # With XLA where there is an accelerator. On a CPU, where it makes
             # convolutions slow, only the posterior is compiled.
             jit_compile="auto",
