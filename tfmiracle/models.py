@@ -329,7 +329,9 @@ def check_model(model, name: str = "model") -> None:
     if isinstance(model, keras.Model):
         return
     modules = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
-    if modules & {"tf_keras", "tensorflow"} and hasattr(model, "get_weights"):
+    if isinstance(model, keras.Layer):
+        advice = "Put the layer into a keras.Sequential."
+    elif modules & {"tf_keras", "tensorflow"} and hasattr(model, "get_weights"):
         advice = (
             "It is of Keras 2 (tf_keras). Build the same network with Keras 3 "
             "(`import keras`) and give it `get_weights()` of this one."
@@ -338,8 +340,6 @@ def check_model(model, name: str = "model") -> None:
         advice = "Load it first: `keras.saving.load_model(path)`."
     elif "torch" in modules:
         advice = "Build the same network with Keras and copy the weights."
-    elif isinstance(model, keras.Layer):
-        advice = "Put the layer into a keras.Sequential."
     else:
         advice = "Pass what `keras.Sequential` or `keras.Model(inputs, outputs)` gives."
     what = model.__name__ if isinstance(model, type) else type(model).__name__

@@ -345,13 +345,24 @@ class BlockPosterior(keras.layers.Layer):
           indices: index of the candidate of each block, below `2**block_bits`.
 
         Raises:
-          ValueError: if the coding scale is not final yet, or an index is out of range.
+          ValueError: if the coding scale is not final yet, or a number is out of range.
         """
-        indices = np.asarray(indices)
-        if np.any((indices < 0) | (indices >= 2**self.block_bits)):
+        blocks, indices = np.asarray(blocks), np.asarray(indices)
+        for name, numbers, end in (
+            ("blocks", blocks, self.layout.num_blocks),
+            ("indices", indices, 2**self.block_bits),
+        ):
+            if numbers.dtype.kind not in "iu" or np.any(
+                (numbers < 0) | (numbers >= end)
+            ):
+                raise ValueError(
+                    f"`{name}` must be integers from 0 to {end - 1}. "
+                    f"Received: {name}={numbers}"
+                )
+        if blocks.shape != indices.shape:
             raise ValueError(
-                f"`indices` must be from 0 to {2**self.block_bits - 1}, which "
-                f"{self.block_bits} bits can say. Received: indices={indices}"
+                "`blocks` and `indices` must have the same length. Received: arrays of "
+                f"shapes {blocks.shape} and {indices.shape}"
             )
         if not np.all(keras.ops.convert_to_numpy(self._final_scale) > 0):
             raise ValueError(
@@ -360,12 +371,12 @@ class BlockPosterior(keras.layers.Layer):
             )
         candidates = codebooks.candidates(
             self.layout.seed,
-            np.asarray(blocks),
+            blocks,
             indices,
             self.layout.block_size,
             shared=self.codebook == "shared",
         )
-        rows = np.asarray(blocks, np.int32)[:, None]
+        rows = blocks.astype(np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
         loc, log_ratio = self.standardized(blocks)
         for variable, values in (
