@@ -727,6 +727,14 @@ def no_config():
     return stack((4,), NoConfig(doubled), layers.Dense(3)), numbers(4)
 
 
+@refusal("layer that is not registered")
+def unregistered():
+    class Unregistered(layers.Dense):
+        pass
+
+    return stack((4,), Unregistered(3)), numbers(4)
+
+
 @register
 class Infinite(layers.Layer):
     def __init__(self, limit=np.inf, **kwargs):

@@ -85,6 +85,27 @@ def test_losses_are_forgotten_when_the_outermost_call_begins():
     assert seen == [False, True, False, True]
 
 
+def test_loss_weights_beside_what_cannot_be_serialized():
+    net = keras.Sequential([layers.Input((1,)), layers.Dense(1)])
+    assert internals.compiled_loss_weights(net) is None
+    net.compile("adam", "mse")
+    assert internals.compiled_loss_weights(net) is None
+    net.compile("adam", lambda y, p: p, [2.0], metrics=[object().__eq__])
+    assert internals.compiled_loss_weights(net) == [2.0]
+
+
+def test_without_training_setup_nothing_of_it_is_serialized(nested):
+    inner = nested.layers[0]
+    for model in (nested, inner):
+        model.compile("adam", "mse")
+    with pytest.raises(KeyError), internals.without_training_setup(nested):
+        config = keras.saving.serialize_keras_object(nested)
+        raise KeyError  # also after an error all is as before
+    assert "compile_config" not in str(config) and "'Dropout'" in str(config)
+    assert "compile_config" in keras.saving.serialize_keras_object(nested)
+    assert inner.get_compile_config()["loss"] == "mse"
+
+
 def test_the_mode_of_rematerialization():
     assert internals.rematerialization(layers.Dense(1)) is None
     with keras.RematScope(mode="full"):

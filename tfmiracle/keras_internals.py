@@ -108,6 +108,28 @@ def has_losses(layer: keras.Layer) -> bool:
     return bool(layer._losses)
 
 
+def compiled_loss_weights(model: keras.Model):
+    """`loss_weights` as the model was compiled with, None without any.
+
+    `get_compile_config` serializes everything else, too, which may be impossible.
+    """
+    setup = getattr(model, "_compile_config", None)  # a `compile` of its own has none
+    return setup and setup.config.get("loss_weights")
+
+
+@contextlib.contextmanager
+def without_training_setup(model: keras.Model) -> Iterator[None]:
+    """Lets Keras serialize a model as if nothing in it were compiled."""
+    models = [layer for layer in walk(model) if hasattr(layer, "get_compile_config")]
+    try:
+        for layer in models:
+            layer.get_compile_config = lambda: None
+        yield
+    finally:
+        for layer in models:
+            vars(layer).pop("get_compile_config", None)
+
+
 def rematerialization(layer: keras.Layer) -> str | None:
     """Mode of the `keras.RematScope` that the layer was made in."""
     return getattr(layer._remat_mode, "mode", None)

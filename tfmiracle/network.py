@@ -23,6 +23,7 @@ from tfmiracle.miracle_file import (
 )
 from tfmiracle.models import (
     VariationalModel,
+    configuration,
     ids_under_posteriors,
     plain_weights,
     posteriors,
@@ -206,19 +207,13 @@ def plain_architecture(model: keras.Model) -> dict:
     losses, rules and `get_layer` go by.
 
     Raises:
-      ValueError: if the model contains a variational layer of another package, for
-        which no plain layer is known, or something that JSON cannot say.
+      ValueError: if the model cannot be described, see `configuration`, contains a
+        variational layer of another package, for which no plain layer is known, or
+        something that JSON cannot say.
     """
     if isinstance(model, VariationalModel):
         return plain_architecture(model.net)
-    try:
-        config = keras.saving.serialize_keras_object(model)
-    except (NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"{model.name!r} has no configuration: {error} Its layers need "
-            "`get_config`; the loss it is compiled with must be registered, too."
-        ) from error
-    architecture = _strip(config)
+    architecture = _strip(configuration(model))
     try:
         json.dumps(architecture, allow_nan=False)
     except ValueError as error:
@@ -245,16 +240,21 @@ def _coded_parts(model):
 
 
 def _strip(config):
-    """Turns variational layers into their plain Keras layers, drops training setup."""
+    """Turns variational layers and models into the plain ones."""
     if isinstance(config, list | tuple):
         return [_strip(item) for item in config]
     if not isinstance(config, dict):
         return config
-    config = {k: v for k, v in config.items() if k != "compile_config"}
-    name = config.get("registered_name")
-    cls = keras.saving.get_registered_object(name) if name else None
+    cls = _class_of(config)
     if cls is VariationalModel:
-        return _strip(config["config"]["net"])
+        # What calls it inside another model goes by its name.
+        place = {k: v for k, v in config.items() if k in ("name", "inbound_nodes")}
+        net = _strip(config["config"]["net"])
+        if "name" in net["config"]:
+            net["config"]["name"] = config["config"]["name"]
+        return {**net, **_strip(place)}
+    if "output_layers" in config:
+        config = _counted_from_one(config)
     if isinstance(cls, type) and issubclass(cls, VariationalLayer):
         base = cls.__mro__[cls.__mro__.index(VariationalLayer) + 1]
         if not base.__module__.startswith("keras."):
@@ -266,6 +266,42 @@ def _strip(config):
         plain = {"module": "keras.layers", "class_name": base.__name__}
         config = {**config, **plain, "config": inner, "registered_name": None}
     return {k: _strip(v) for k, v in config.items()}
+
+
+def _class_of(config):
+    """The registered class that a configuration is of, None if there is none."""
+    name = config.get("registered_name")
+    return keras.saving.get_registered_object(name) if name else None
+
+
+def _counted_from_one(config):
+    """Configuration of a functional model whose inner posteriors become functional.
+
+    Keras counts the calls of layers from 0 where inputs and outputs are listed, but
+    those of functional models from 1.
+    """
+
+    def is_functional(config):
+        if _class_of(config) is VariationalModel:
+            return is_functional(config["config"]["net"])
+        return "output_layers" in config["config"]
+
+    moved = {
+        layer["name"]
+        for layer in config["layers"]
+        if _class_of(layer) is VariationalModel and is_functional(layer)
+    }
+
+    def counted(ends):
+        match ends:
+            case [str(name), int(call), int(tensor)]:
+                return [name, call + (name in moved), tensor]
+            case dict():
+                return {key: counted(end) for key, end in ends.items()}
+            case _:
+                return [counted(end) for end in ends]
+
+    return {**config, "output_layers": counted(config["output_layers"])}
 
 
 def _names(model, variables) -> list[str]:

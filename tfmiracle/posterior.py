@@ -25,6 +25,8 @@ _MAX_LOG_RATIO = 27.0
 _BETA_RANGE = 1e-30, 1e4
 # Between the numbers that bytes of a fingerprint become.
 _APART = 256
+# Between the noise seeds of two replicas; a prime, far from what users count in.
+_SEEDS_APART = 1_640_531_527
 # Weights whose initial parameters are computed at a time, in float64.
 _INITIALIZED = 1 << 20
 
@@ -87,7 +89,7 @@ class BlockPosterior(keras.layers.Layer):
         self.kl_bits = float(kl_bits)
         self.log_scale_rate = float(log_scale_rate)
         noise_seed = layout.seed if noise_seed is None else noise_seed
-        self.noise_seed = keras.random.SeedGenerator(noise_seed % 2**31)
+        self.noise_seed = _NoiseSeed(noise_seed % 2**31)
         self._raw_log_scale = self._add("log_coding_scale", (layout.num_scales,))
         self._create_parameters()
         # rho once it is final, 0 before: candidates are scaled by it, so it must not
@@ -392,13 +394,24 @@ class BlockPosterior(keras.layers.Layer):
           indices: index of the candidate of each block, below `2**block_bits`.
 
         Raises:
-          ValueError: if the coding scale is not final yet, or an index is out of range.
+          ValueError: if the coding scale is not final yet, or a number is out of range.
         """
-        indices = np.asarray(indices)
-        if np.any((indices < 0) | (indices >= 2**self.block_bits)):
+        blocks, indices = np.asarray(blocks), np.asarray(indices)
+        for name, numbers, end in (
+            ("blocks", blocks, self.layout.num_blocks),
+            ("indices", indices, 2**self.block_bits),
+        ):
+            if numbers.dtype.kind not in "iu" or np.any(
+                (numbers < 0) | (numbers >= end)
+            ):
+                raise ValueError(
+                    f"`{name}` must be integers from 0 to {end - 1}. "
+                    f"Received: {name}={numbers}"
+                )
+        if blocks.shape != indices.shape:
             raise ValueError(
-                f"`indices` must be from 0 to {2**self.block_bits - 1}, which "
-                f"{self.block_bits} bits can say. Received: indices={indices}"
+                "`blocks` and `indices` must have the same length. Received: arrays of "
+                f"shapes {blocks.shape} and {indices.shape}"
             )
         if not np.all(keras.ops.convert_to_numpy(self._final_scale) > 0):
             raise ValueError(
@@ -407,18 +420,22 @@ class BlockPosterior(keras.layers.Layer):
             )
         candidates = codebooks.candidates(
             self.layout.seed,
-            np.asarray(blocks),
+            blocks,
             indices,
             self.layout.block_size,
             shared=self.codebook == "shared",
         )
-        rows = np.asarray(blocks, np.int32)[:, None]
+        rows = blocks.astype(np.int32)[:, None]
         candidates = candidates * self._tables.mask.numpy()[blocks]
         loc, log_ratio = self.standardized(blocks)
-        self._coded_loc.value.scatter_nd_update(rows, loc)
-        self._coded_log_ratio.value.scatter_nd_update(rows, log_ratio)
-        self._candidates.value.scatter_nd_update(rows, candidates)
-        self.indices.value.scatter_nd_update(rows, indices.astype(np.int32))
+        for variable, values in (
+            (self._coded_loc, loc),
+            (self._coded_log_ratio, log_ratio),
+            (self._candidates, candidates),
+            (self.indices, indices.astype(np.int32)),
+        ):
+            for replica in _replicas(variable):
+                replica.scatter_nd_update(rows, values)
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -841,6 +858,32 @@ class _Tables:
             tf.reshape(part, v.shape)
             for part, v in zip(parts, self._variables, strict=True)
         ]
+
+
+# Under a `tf.distribute.Strategy` each replica has a copy of every variable of a
+# posterior, and assigns to its own (Keras' default). What training assigns here depends
+# on nothing but such variables, so that the copies stay the same; to wait for the other
+# replicas in the middle of a step would mix up the losses that Keras collects.
+
+
+def _replicas(variable: keras.Variable) -> list[tf.Variable]:
+    """The copies of a variable; without a strategy, the only one."""
+    value = variable.value
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.values)
+    return [value]
+
+
+class _NoiseSeed(keras.random.SeedGenerator):
+    """Seeds that differ between replicas, which Keras' do not."""
+
+    def next(self, ordered=True):
+        seed = super().next(ordered)
+        context = tf.distribute.get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1:
+            return seed
+        replica = tf.cast(context.replica_id_in_sync_group, seed.dtype)
+        return seed + tf.stack([replica * _SEEDS_APART, tf.zeros_like(replica)])
 
 
 def _independent_normal(loc, scale):

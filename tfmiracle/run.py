@@ -170,6 +170,7 @@ class Run:
         steps: int,
         callbacks: Sequence[keras.callbacks.Callback] = (),
         coding: CompressionCallback | None = None,
+        class_weight: dict[int, float] | None = None,
     ) -> None:
         """Trains a compiled model for `steps`, and codes it if `coding` is given.
 
@@ -180,6 +181,7 @@ class Run:
           steps: number of steps, rounded up to whole executions.
           callbacks: further callbacks for `fit`.
           coding: the callback that codes.
+          class_weight: see `fit`.
 
         Raises:
           ValueError: if the loss is not finite, or the data ends too soon.
@@ -206,13 +208,14 @@ class Run:
                 batches(phase, start),
                 steps_per_epoch=total - start,
                 shuffle=False,
+                class_weight=class_weight,
                 verbose=0 if in_lines else verbose,
                 callbacks=[*coders, record, *callbacks],
             )
             if record.step < total and not model.stop_training:
                 raise ValueError(
                     f"The data ended after {record.step} of {total} steps of {phase} "
-                    "training. Is the dataset empty?"
+                    "training. Is the dataset empty, or a generator that ends?"
                 )
         elif coders:  # nothing to train, but all to code
             everything = keras.callbacks.CallbackList(

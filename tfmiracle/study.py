@@ -22,7 +22,8 @@ from tfmiracle.architectures import ARCHITECTURES, new_network
 from tfmiracle.augmentation import check_shift
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.coder import usable_cores
-from tfmiracle.compression import CompressionResult, checksum, compress
+from tfmiracle.compression import CompressionResult, compress
+from tfmiracle.data import checksum
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment
