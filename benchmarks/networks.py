@@ -19,9 +19,11 @@ import pathlib
 import time
 import zlib
 
+from tfmiracle.environment import configure
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")  # likewise
+configure()
+# ruff: noqa: E402, what follows imports TensorFlow
 
 import keras
 import numpy as np

@@ -16,7 +16,6 @@ all that are in the folder (with the packages of `tfmiracle[report]`).
 import argparse
 import json
 import math
-import os
 import pathlib
 import re
 import subprocess
@@ -26,10 +25,11 @@ import matplotlib.figure
 from tables import markdown, mean
 from timing import machine
 
+from tfmiracle.environment import configure
 from tfmiracle.miracle_file import write_atomically
 from tfmiracle.records import mean_and_error
 
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
+configure()  # before TensorFlow is imported
 
 _PRESET = pathlib.Path(__file__).parents[1] / "configs" / "lenet5_mnist_quick.flags"
 _lines = _PRESET.read_text().splitlines()

@@ -15,9 +15,11 @@ import multiprocessing
 import os
 import pathlib
 
+from tfmiracle.environment import configure
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")  # likewise
+configure()
+# ruff: noqa: E402, what follows imports TensorFlow
 
 import decoding
 import kernels

@@ -1,11 +1,10 @@
 """Fixtures that several test modules share."""
 
-import os
-
 import pytest
 
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # as the command line does
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")  # likewise
+from tfmiracle.environment import configure
+
+configure()  # before TensorFlow is imported
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import struct
+import unicodedata
 import zlib
 
 TYPES = {"float32": 4, "float64": 8, "float16": 2, "int8": 1, "int16": 2, "int32": 4}
@@ -17,27 +18,8 @@ TYPES |= {"int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool":
 
 def decode(data: bytes, dictionary: bytes) -> dict[str, tuple[str, tuple, bytes]]:
     """Returns name -> (type, shape, values as little-endian bytes)."""
-    description, layout, indices, stored = sections(data)
-    inflate = zlib.decompressobj(-15, zdict=dictionary)
-    names = json.loads(inflate.decompress(description).decode("utf-8"))["names"]
-    groups, variables = parse_layout(layout)
-    stored = zlib.decompress(stored) if stored else b""
-
-    coded = []
-    for number, group in enumerate(groups):
-        members = [v for v in variables if v.get("group") == number]
-        group["N"] = sum(-(-math.prod(v["shape"]) // v["hash"]) for v in members)
-        group["B"] = -(-group["N"] // group["D"])
-        size = -(-group["B"] * group["bits"] // 8)
-        string = int.from_bytes(indices[:size], "little")
-        indices = indices[size:]
-        mask = (1 << group["bits"]) - 1
-        group["indices"] = [
-            string >> b * group["bits"] & mask for b in range(group["B"])
-        ]
-        coded.append(iter(expand(group, members)))
-    assert not indices
-
+    names, groups, variables, stored = parse(data, dictionary)
+    coded = [iter(expand(group, group["members"])) for group in groups]
     result = {}
     for name, v in zip(names, variables, strict=True):
         if "type" in v:
@@ -51,8 +33,39 @@ def decode(data: bytes, dictionary: bytes) -> dict[str, tuple[str, tuple, bytes]
                 v["shape"],
                 struct.pack(f"<{len(values)}f", *values),
             )
-    assert not stored
     return result
+
+
+def parse(data, dictionary):
+    """Refuses files that break a rule, by an error of whatever kind."""
+    description, layout, indices, stored = sections(data)
+    names = parse_description(inflated(description, 2**22, -15, zdict=dictionary))
+    groups, variables = parse_layout(layout)
+    assert len(names) == len(variables)
+    for number, group in enumerate(groups):
+        group["members"] = [v for v in variables if v.get("group") == number]
+        counts = [-(-math.prod(v["shape"]) // v["hash"]) for v in group["members"]]
+        group["N"] = sum(counts)
+        assert 1 <= group["D"] <= group["N"]
+        assert len(group["scales"]) == 1 + max(v["scale"] for v in group["members"])
+        group["B"] = -(-group["N"] // group["D"])
+        size = -(-group["B"] * group["bits"] // 8)
+        assert len(indices) >= size
+        group["string"] = int.from_bytes(indices[:size], "little")
+        assert group["string"] >> group["B"] * group["bits"] == 0
+        indices = indices[size:]
+    assert not indices
+
+    kept = [(v, TYPES[v["type"]]) for v in variables if "type" in v]
+    room = sum(size * math.prod(v["shape"]) for v, size in kept)
+    values = inflated(stored, room, 15) if stored else b""
+    assert len(values) == room
+    position = 0
+    for v, size in kept:
+        end = position + size * math.prod(v["shape"])
+        assert v["type"] != "bool" or set(values[position:end]) <= {0, 1}
+        position = end
+    return names, groups, variables, values
 
 
 def sections(data):  # section 1
@@ -69,34 +82,91 @@ def sections(data):  # section 1
     return payloads
 
 
+def inflated(data, room, bits, **options):
+    inflate = zlib.decompressobj(bits, **options)
+    content = inflate.decompress(data, room + 1)
+    assert len(content) <= room and inflate.eof and not inflate.unused_data
+    return content
+
+
+def parse_description(text):  # section 2
+    def unique(pairs):
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    def finite(number):
+        assert math.isfinite(float(number))
+
+    def short(number):
+        assert len(number) <= 100
+
+    assert text.count(b"[") + text.count(b"{") <= 131072
+    content = json.loads(
+        text.decode("utf-8"),
+        object_pairs_hook=unique,
+        parse_float=finite,
+        parse_int=short,
+        parse_constant=finite,
+    )
+    assert isinstance(content, dict) and depth(content) <= 128
+    names = content["names"]
+    assert isinstance(content["model"], dict) and isinstance(content["metadata"], dict)
+    assert isinstance(names, list) and all(isinstance(name, str) for name in names)
+    assert len(set(names)) == len(names)
+    for character in "".join(names):
+        assert character == " " or unicodedata.category(character)[0] not in "CZ"
+    return names
+
+
+def depth(value):
+    if not isinstance(value, dict | list):
+        return 0
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(depth, parts), default=0)
+
+
 def parse_layout(layout):  # section 3
     source = iter(layout)
 
-    def varint():
+    def byte():
+        value = next(source, None)
+        assert value is not None
+        return value
+
+    def varint(limit):
         number = shift = 0
         while True:
-            byte = next(source)
-            number |= (byte & 127) << shift
+            part = byte()
+            number |= (part & 127) << shift
             shift += 7
-            if byte < 128:
+            if part < 128:
+                assert (part or shift == 7) and number <= limit
                 return number
 
     def take(form, count):
-        return struct.unpack(form, bytes(next(source) for _ in range(count)))
+        return struct.unpack(form, bytes(byte() for _ in range(count)))
 
     groups, variables = [], []
-    for _ in range(varint()):
-        group = {"seed": take("<Q", 8)[0], "D": varint(), "bits": varint()}
-        group["shared"] = varint() == 1
-        count = varint()
-        groups.append(group | {"scales": take(f"<{count}f", 4 * count)})
-    for _ in range(varint()):
-        kind = varint()
+    for _ in range(varint(1024)):
+        group = {"seed": take("<Q", 8)[0], "D": varint(2**32 - 1), "bits": varint(28)}
+        group["shared"] = varint(1) == 1
+        count = varint(len(layout))
+        scales = take(f"<{count}f", 4 * count)
+        assert all(0 < scale <= binary32(1e30) for scale in scales)
+        groups.append(group | {"scales": scales})
+    entries = 0
+    for _ in range(varint(8192)):
+        kind = varint(len(groups))
         if kind:
-            variable = {"group": kind - 1, "hash": varint(), "scale": varint()}
+            variable = {"group": kind - 1, "hash": varint(2**32 - 1)}
+            variable["scale"] = varint(len(groups[kind - 1]["scales"]) - 1)
+            assert variable["hash"] >= 1
         else:
-            variable = {"type": list(TYPES)[varint()]}
-        variables.append(variable | {"shape": tuple(varint() for _ in range(varint()))})
+            variable = {"type": list(TYPES)[varint(len(TYPES) - 1)]}
+        shape = tuple(varint(2**32 - 1) for _ in range(varint(32)))
+        entries += math.prod(max(length, 1) for length in shape)
+        assert entries < 2**32
+        variables.append(variable | {"shape": shape})
     assert next(source, None) is None
     return groups, variables
 
@@ -146,7 +216,8 @@ def vector(seed, k, block, domain, size):
 
 
 def candidate(group, block):
-    seed, size, k = group["seed"], group["D"], group["indices"][block]
+    seed, size, bits = group["seed"], group["D"], group["bits"]
+    k = group["string"] >> block * bits & (1 << bits) - 1
     if not group["shared"]:
         return vector(seed, k, block, 0, size)
     y = vector(seed, k, 0, 1, size)

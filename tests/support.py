@@ -68,6 +68,19 @@ def run_python(code, *arguments, without=()):
     )
 
 
+COUNT_COMPILED = """
+import os, pathlib, sys, tempfile
+
+dump = pathlib.Path(tempfile.mkdtemp(dir=sys.argv[1]))
+os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+
+
+def compiled():
+    '''How many programs XLA has compiled so far.'''
+    return len(list(dump.glob("*before_optimizations.txt")))
+"""
+
+
 def fix_all(model, seed=0):
     """Fixes every block of a model to a random candidate, as if it had been coded."""
     from tfmiracle.models import posteriors

@@ -22,8 +22,9 @@ from tfmiracle import CodedPosterior, cli, compression
 from tfmiracle import run as run_module
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
+from tfmiracle.loading import accuracy_of, to_network
 from tfmiracle.miracle_file import MiracleFile
-from tfmiracle.network import accuracy_of, to_file, to_network
+from tfmiracle.network import to_file
 from tfmiracle.pruning import STRATEGIES, pruned_networks
 
 SIZES = {

@@ -20,9 +20,10 @@ from support import fix_all
 
 import tfmiracle
 from tfmiracle.decoder import decode
+from tfmiracle.loading import to_network
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import plain_weights
-from tfmiracle.network import to_file, to_network
+from tfmiracle.network import to_file
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "coverage.md"
 WRITE = "TFMIRACLE_WRITE_COVERAGE"
@@ -724,6 +725,14 @@ def no_config():
             return self.function(x)
 
     return stack((4,), NoConfig(doubled), layers.Dense(3)), numbers(4)
+
+
+@refusal("layer that is not registered")
+def unregistered():
+    class Unregistered(layers.Dense):
+        pass
+
+    return stack((4,), Unregistered(3)), numbers(4)
 
 
 @register

@@ -72,7 +72,7 @@ import tfmiracle
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
-from tfmiracle.network import to_network
+from tfmiracle.loading import to_network
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 
 PARTS = ("mean_kl", "mean_var")

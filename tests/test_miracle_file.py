@@ -9,6 +9,7 @@ import struct
 import tracemalloc
 import zlib
 
+import fuzz
 import numpy as np
 import pytest
 import reference_decoder
@@ -27,6 +28,7 @@ from tfmiracle.miracle_file import (
     CodedGroup,
     FileFormatError,
     MiracleFile,
+    check_description,
     check_folder,
     check_output,
     section_bytes,
@@ -340,7 +342,15 @@ def crafted(layout=LAYOUT, indices=INDICES, stored=STORED, content=CONTENT, raw=
     return join_sections([description, layout, indices, stored])
 
 
+def assert_refused(data, **options):
+    """By the reader and by the reference decoder."""
+    with pytest.raises(FileFormatError, **options):
+        decode(data)
+    assert fuzz.breaks_a_rule(data)
+
+
 def test_the_crafted_file_is_right_as_it_is():
+    assert not fuzz.breaks_a_rule(crafted())
     weights = decode(crafted()).weights
     assert {k: v.shape for k, v in weights.items()} == {"a": (4,), "b": (3,)}
 
@@ -387,6 +397,10 @@ SENSELESS = {
     "endless zero": b"\x80" * 30,
     "a block size that does not end": LAYOUT[:9] + b"\x82" + b"\x80" * 9 + LAYOUT[10:],
     "a block size in 2 bytes instead of 1": LAYOUT[:9] + b"\x82\0" + LAYOUT[10:],
+    "1025 groups": layout_bytes(
+        [group_bytes(1)] * 1025, [coded_bytes((1,), i + 1) for i in range(1025)]
+    ),
+    "2^32 as hash factor": with_group(coded_bytes(hash_factor=2**32), stored_bytes()),
     "2^62 groups": varint(2**62),
     "2^62 variables": b"\0" + varint(2**62),
     "10 variables, all missing": b"\0" + varint(10),
@@ -396,22 +410,19 @@ SENSELESS = {
 @pytest.mark.parametrize("layout", SENSELESS.values(), ids=SENSELESS.keys())
 def test_layouts_that_make_no_sense(layout):
     for names in (["a", "b"], ["a", "b", "c"]):
-        with pytest.raises(FileFormatError):
-            decode(crafted(layout, content={**CONTENT, "names": names}))
+        assert_refused(crafted(layout, content={**CONTENT, "names": names}))
 
 
 @pytest.mark.parametrize("indices", [b"", b"\x11", b"\x11\x22\x33"])
 def test_indices_of_the_wrong_size(indices):
-    with pytest.raises(FileFormatError, match="indices than blocks"):
-        MiracleFile.from_bytes(crafted(indices=indices))
+    assert_refused(crafted(indices=indices), match="indices than blocks")
 
 
 def test_bits_left_over_must_be_zero():
     layout = with_group(bits=3)
     file = MiracleFile.from_bytes(crafted(layout, b"\x3a"))
     np.testing.assert_array_equal(file.groups[0].codes, [2, 7])
-    with pytest.raises(FileFormatError, match="not zero"):
-        MiracleFile.from_bytes(crafted(layout, b"\x7a"))
+    assert_refused(crafted(layout, b"\x7a"), match="not zero")
 
 
 @pytest.mark.parametrize(
@@ -431,16 +442,15 @@ def test_bits_left_over_must_be_zero():
     ids=lambda stored: f"{len(stored)} bytes",
 )
 def test_stored_values_that_do_not_fit(stored):
-    with pytest.raises(FileFormatError):
-        MiracleFile.from_bytes(crafted(stored=stored))
+    assert_refused(crafted(stored=stored))
 
 
 def test_booleans_are_0_or_1():
     layout = with_group(coded_bytes(), stored_bytes(dtype=11))
     file = MiracleFile.from_bytes(crafted(layout, stored=zlib.compress(b"\1\0\1")))
     assert file.stored[0].tolist() == [True, False, True]
-    with pytest.raises(FileFormatError, match="neither 0 nor 1"):
-        MiracleFile.from_bytes(crafted(layout, stored=zlib.compress(b"\1\0\2")))
+    wrong = crafted(layout, stored=zlib.compress(b"\1\0\2"))
+    assert_refused(wrong, match="neither 0 nor 1")
 
 
 @pytest.mark.parametrize(
@@ -468,12 +478,85 @@ def test_booleans_are_0_or_1():
         {**CONTENT, "metadata": 3},
         {"names": ["a", "b"], "metadata": {}},
         {"model": {}, "metadata": {}},
+        {"model": {}, "names": ["a", "b"]},
+        {**CONTENT, "names": ["a", "\ud800"]},
+        {**CONTENT, "names": ["a", "b\u00a0"]},
+        b"\xef\xbb\xbf" + json.dumps(CONTENT).encode(),
+        json.dumps(CONTENT).encode() + b"{}",
+        json.dumps(CONTENT).encode("utf-16"),
+        json.dumps(CONTENT).replace('"model"', '"model": {}, "model"').encode(),
+        json.dumps(CONTENT).replace("{}", '{"a": [{"b": 1, "b": 1}]}', 1).encode(),
+        json.dumps(CONTENT).replace('"a"', "'a'").encode(),
     ],
     ids=lambda content: str(content)[:30],
 )
 def test_descriptions_that_make_no_sense(content):
+    assert_refused(crafted(content=content))
+
+
+def nested(depth):
+    return {**CONTENT, "model": {"a": json.loads("[" * depth + "]" * depth)}}
+
+
+def with_number(text):
+    filled = json.dumps({**CONTENT, "metadata": {"x": "here"}})
+    return filled.replace('"here"', text).encode()
+
+
+@pytest.mark.parametrize(
+    "fits, too_much",
+    [
+        (nested(126), nested(127)),
+        (with_number("9" * 100), with_number("9" * 101)),
+        (with_number("-" + "9" * 99), with_number("-" + "9" * 100)),
+        (with_number("1.7e308"), with_number("1.8e308")),
+        (with_number(f'"{"[" * 131_068}"'), with_number(f'"{"[" * 131_069}"')),
+        (
+            json.dumps(CONTENT).encode().ljust(1 << 22),
+            json.dumps(CONTENT).encode().ljust((1 << 22) + 1),
+        ),
+    ],
+    ids=["depth", "digits", "digits below 0", "binary64", "brackets", "length"],
+)
+def test_bounds_of_the_description_are_exact(fits, too_much):
+    decode(crafted(content=fits))
+    assert not fuzz.breaks_a_rule(crafted(content=fits))
+    assert_refused(crafted(content=too_much))
+
+
+def test_descriptions_that_readers_refuse_show_before_they_are_written():
+    names = [str(i) for i in range(8193)]
+    check_description(nested(126)["model"], names[1:])
+    with pytest.raises(ValueError, match="8,193 variables"):
+        check_description({}, names)
+    for architecture in (nested(127)["model"], {1: 0, "1": 0}, {"x": [[]] * 131_072}):
+        with pytest.raises(ValueError, match=r"The description|An object"):
+            check_description(architecture, [])
+    with pytest.raises(ValueError, match="names"):
+        check_description({}, ["a", "a"])
+
+
+def test_small_files_claim_no_large_networks():
+    def claims(count):
+        variable = coded_bytes((count,), hash_factor=count)
+        layout = layout_bytes([group_bytes(1, 0)], [variable])
+        return crafted(layout, b"", b"", content={**CONTENT, "names": ["a"]})
+
+    size = len(claims(2**20 + 2**15))
+    most = 2**20 + 512 * size
+    assert len(claims(most)) == size
+    MiracleFile.from_bytes(claims(most))
+    with pytest.raises(FileFormatError, match=r"more than [\d,]+ weights.*max_weights"):
+        MiracleFile.from_bytes(claims(most + 1))
+    for data in (claims(2**28), claims(2**32 - 1)):
+        with pytest.raises(FileFormatError, match="max_weights"):
+            decode(data)
+        assert not fuzz.breaks_a_rule(data)  # which claims too much only for us
+        MiracleFile.from_bytes(data, max_weights=None)
+        MiracleFile.from_bytes(data, max_weights=2**32)
+    assert_refused(claims(2**32))
     with pytest.raises(FileFormatError):
-        MiracleFile.from_bytes(crafted(content=content))
+        MiracleFile.from_bytes(claims(2**32), max_weights=None)
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])

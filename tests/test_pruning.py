@@ -12,7 +12,8 @@ from support import fix_all
 import tfmiracle
 from tfmiracle import CodedPosterior, decoder, pruning
 from tfmiracle.decoder import decode
-from tfmiracle.network import accuracy_of, to_file, to_network
+from tfmiracle.loading import accuracy_of, to_network
+from tfmiracle.network import to_file
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 
 CHECKS = settings(max_examples=20, deadline=None, derandomize=True)

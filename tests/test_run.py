@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 
 import keras
 import kill
@@ -73,7 +74,7 @@ def network(seed=None):
     )
 
 
-def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
+def compress(folder, workdir="work", kill=None, recipe=RECIPE, net=None, **options):
     options = {
         "path": folder / "net.miracle",
         "validation_data": data(),
@@ -81,7 +82,7 @@ def compress(folder, workdir="work", kill=None, recipe=RECIPE, **options):
         **options,
     }
     return tfmiracle.compress(
-        network(),
+        net or network(),
         data(),
         recipe=recipe,
         metrics=["accuracy"],
@@ -143,7 +144,7 @@ def test_a_finished_run_is_not_repeated(tmp_path, every_step, whole, monkeypatch
     names = {p.name for p in (tmp_path / "work").iterdir()}
     assert names - {"lock"} == {"result.json", "coded.miracle", "coded.posterior.npz"}
     other = dataclasses.replace(RECIPE, seed=1)
-    with pytest.raises(ValueError, match="other settings: recipe differ"):
+    with pytest.raises(ValueError, match=r"other settings: recipe/.* was"):
         compress(tmp_path, recipe=other, keep_posterior=True)
     monkeypatch.setattr(keras.Model, "fit", None)
     again = compress(tmp_path, keep_posterior=True)
@@ -177,15 +178,60 @@ def test_settings_of_a_working_directory_are_its_own(tmp_path, every_step):
     with pytest.raises(Killed):
         compress(tmp_path, kill=8)
     state = (tmp_path / "work" / "state.npz").read_bytes()
-    with pytest.raises(ValueError, match="other settings: recipe differ"):
+    with pytest.raises(ValueError, match=r"other settings: recipe/.* was"):
         compress(tmp_path, recipe=dataclasses.replace(RECIPE, seed=1))
-    with pytest.raises(ValueError, match="other settings: loss, rules differ"):
+    with pytest.raises(ValueError, match=r"other settings: loss.* was .*; rules.* was"):
         compress(tmp_path, loss="mse", rules={"two/*": "store"})
     x, y = data()
-    with pytest.raises(ValueError, match="other settings: validation_data differ"):
+    with pytest.raises(ValueError, match=r"other settings: validation_data.* was"):
         compress(tmp_path, validation_data=(x + 1, y))
     assert (tmp_path / "work" / "state.npz").read_bytes() == state
     assert_goes_on(tmp_path)
+
+
+def test_names_of_layers_are_settings(tmp_path, every_step):
+    def unnamed():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential(
+            [keras.layers.Input((6,)), keras.layers.Dense(3)], name="net"
+        )
+
+    keras.utils.clear_session()
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=8, net=unnamed())
+    with pytest.raises(ValueError, match=r"/name was '.*clear_session"):
+        compress(tmp_path, net=unnamed())
+    keras.utils.clear_session()
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=1, net=unnamed())
+
+
+def test_another_environment_is_told(tmp_path, every_step, monkeypatch):
+    def elsewhere():
+        return {"versions": {"keras": "1.2.3"}, "machine": {"threads": 99}}
+
+    with pytest.raises(Killed):
+        compress(tmp_path, kill=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "environment", elsewhere)
+        with (
+            pytest.warns(
+                UserWarning, match=r"keras was .* is '1.2.3'.*threads was .* 99"
+            ),
+            pytest.raises(Killed),
+        ):
+            compress(tmp_path, kill=1)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*goes on elsewhere")
+            with pytest.raises(Killed):
+                compress(tmp_path, kill=1)
+    with pytest.warns(UserWarning, match=r"keras was '1.2.3' and is"):
+        result = compress(tmp_path)
+    monkeypatch.setattr(run, "environment", elsewhere)
+    with warnings.catch_warnings():  # a run that is finished is what it is
+        warnings.filterwarnings("error", message=".*goes on elsewhere")
+        again = compress(tmp_path)
+    assert again.stages == result.stages
 
 
 def test_one_run_at_a_time(tmp_path, every_step):

@@ -243,6 +243,7 @@ def test_losses_and_regularizers_reach_the_owner_once():
     assert not regularize.losses
 
 
+@keras.saving.register_keras_serializable("tests_of_tfmiracle")
 class Noisy(keras.layers.Layer):
     """BatchNormalization, dropout and an added loss in one layer."""
 

@@ -18,8 +18,9 @@ from tfmiracle import CompressionCallback, Recipe, VariationalModel
 from tfmiracle.codebook import normals
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
+from tfmiracle.loading import load
 from tfmiracle.models import posteriors
-from tfmiracle.network import load, to_file
+from tfmiracle.network import to_file
 from tfmiracle.philox import Domain
 
 PARTS = ("mean_kl", "mean_var")

@@ -58,7 +58,7 @@ _MODULE_OF = {
     "WeightLayout": "layout",
     "compress": "compression",
     "decode": "decoder",
-    "load": "network",
+    "load": "loading",
     "predict_ensemble": "diagnostics",
     "pruned_networks": "pruning",
     "recalibrate": "recalibration",

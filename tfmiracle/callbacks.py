@@ -12,7 +12,13 @@ import numpy as np
 from tfmiracle import miracle_file, progress
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import check_network, coded_posterior, to_file
+from tfmiracle.network import (
+    check_decoded,
+    check_network,
+    coded_posterior,
+    inference_weights,
+    to_file,
+)
 from tfmiracle.options import check_option
 from tfmiracle.recalibration import recalibrate
 from tfmiracle.recipe import DEFAULTS, Recipe
@@ -150,7 +156,8 @@ class CompressionCallback(keras.callbacks.Callback):
                 f"{self.model.name!r} is deterministic: it has no posterior to code. "
                 "Build the VariationalModel with parameterization='mean_kl'."
             )
-        check_network(self.model)
+        self._batch = self._some_inputs()
+        check_network(self.model, self._batch)
         self._posteriors = [posterior for posterior, _ in parts]
         self._todo = self._not_coded()
         self._num_blocks = sum(p.layout.num_blocks for p in self._posteriors)
@@ -260,23 +267,28 @@ class CompressionCallback(keras.callbacks.Callback):
         self.file_bytes = len(data)
 
     def _verify(self, data):
-        """Decodes the bytes of the file and compares them with the model, exactly."""
-        expected = {
-            id(v): keras.ops.convert_to_numpy(value)
-            for posterior, variables in posteriors(self.model)
-            for v, value in zip(variables, posterior.values(), strict=True)
-        }
-        decoded = decode(data, max_weights=None).weights.values()
-        for variable, value in zip(plain_weights(self.model), decoded, strict=True):
-            right = expected.get(id(variable))
-            if right is None:
-                right = keras.ops.convert_to_numpy(variable)
+        """Decodes the bytes of the file and compares weights, exactly, and outputs."""
+        decoded = decode(data, max_weights=None)
+        for variable, right, value in zip(
+            plain_weights(self.model),
+            inference_weights(self.model),
+            decoded.weights.values(),
+            strict=True,
+        ):
             if not np.array_equal(value, right.astype(value.dtype), equal_nan=True):
                 raise RuntimeError(
                     f"{self.filepath} would not decode to the coded weights of "
                     f"{variable.path}; it has not been written. This is a defect of "
                     "tfmiracle or of the machine: please report it."
                 )
+        check_decoded(self.model, decoded, self._batch)
+
+    def _some_inputs(self):
+        """A batch of inputs, if there is one that can be had again."""
+        data = self.recalibration_data
+        if data is None or iter(data) is data:
+            return None
+        return next(iter(data), None)
 
 
 def plain_logs(logs: dict | None) -> dict:

@@ -33,8 +33,8 @@ from tfmiracle import __version__
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
+from tfmiracle.environment import configure
 from tfmiracle.miracle_file import (
-    DEFAULT_MAX_WEIGHTS,
     MiracleFile,
     check_folder,
     check_output,
@@ -47,13 +47,6 @@ from tfmiracle.recipe import Recipe
 from tfmiracle.report import write_report
 from tfmiracle.rules import Treatment, match_path
 from tfmiracle.summary import compression, show_compression, show_sizes, sizes
-
-# TensorFlow, which is loaded later, takes oneDNN by itself only on processors with
-# instructions for neural networks; on others it halves the time of a step all the same.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-# With AVX-512, XLA by itself uses vectors of half its width, and coding takes up to a
-# quarter longer. All versions of TensorFlow that are supported know this flag.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_prefer_vector_width=512")
 
 _DATA_HELP = (
     "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
@@ -147,8 +140,9 @@ def _run(argv):
     if command.argument:
         flags.DEFINE_integer(
             "max_weights",
-            DEFAULT_MAX_WEIGHTS,
-            "Refuse a file that claims more weights than this.",
+            None,
+            "Refuse a file that claims more weights than this. By default, it depends "
+            "on the size of the file.",
             lower_bound=1,
             flag_values=values,
         )
@@ -197,6 +191,7 @@ def _finite(value):
 
 def _import_tensorflow():
     """Imports TensorFlow without what it says about the GPUs that are not there."""
+    configure()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Each phase compiles steps of its own, of which TensorFlow warns.
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
@@ -560,13 +555,13 @@ def _prune(values, path):
         raise ValueError(
             f"--fractions must list numbers; received {values.fractions}"
         ) from None
-    file = MiracleFile.read(path, values.max_weights)
+    file = MiracleFile.read(path, values.max_weights or "auto")
     posterior = values.posterior and CodedPosterior.read(values.posterior)
     pruning_order(file, values.strategy, posterior)  # errors come before TensorFlow
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.network import set_weights
+    from tfmiracle.loading import set_weights
 
     net, task = _decoded(file, data)
     seeds = range(values.seeds if values.strategy == "uniform" else 1)
@@ -626,7 +621,7 @@ def _define_evaluate(values):
 def _evaluate(values, path):
     if not values.data:
         raise flags.Error("--data is missing")
-    file = MiracleFile.read(path, values.max_weights)
+    file = MiracleFile.read(path, values.max_weights or "auto")
     data = load_dataset(values.data)
 
     _import_tensorflow()
@@ -643,7 +638,7 @@ def _evaluate(values, path):
 
 def _decoded(file, data):
     """The network of a file, and its task on a data set."""
-    from tfmiracle.network import to_network
+    from tfmiracle.loading import to_network
     from tfmiracle.task import task_of
 
     net = to_network(decode(file))
@@ -664,7 +659,7 @@ def _show_evaluate(r):
 
 
 def _info(values, path):
-    file = MiracleFile.read(path, values.max_weights)
+    file = MiracleFile.read(path, values.max_weights or "auto")
     size = os.path.getsize(path)
     variables = []
     stored = iter(file.stored)
@@ -765,7 +760,7 @@ def _output(values):
 def _decode(values, path):
     output = _output(values)
     check_output(output, values.overwrite)
-    weights = decode(path, values.max_weights).weights
+    weights = decode(path, values.max_weights or "auto").weights
     buffer = io.BytesIO()
     # Not np.savez, whose own arguments clash with variables of their names.
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -805,9 +800,9 @@ def _export(values, path):
         check_output(output, values.overwrite)
 
     _import_tensorflow()
-    from tfmiracle.network import load
+    from tfmiracle.loading import load
 
-    model = load(path, max_weights=values.max_weights)
+    model = load(path, max_weights=values.max_weights or "auto")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:
         made = pathlib.Path(folder) / output.name
         if values.format == "keras":

@@ -2,12 +2,10 @@
 
 import bisect
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import re
-import zlib
 from collections.abc import Sequence
 
 import keras
@@ -15,21 +13,30 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import miracle_file
-from tfmiracle.augmentation import check_shift, random_shift
 from tfmiracle.callbacks import CompressionCallback
-from tfmiracle.datasets import as_arrays
+from tfmiracle.data import (
+    checksum,
+    read_data,
+    recalibration_inputs,
+    shifted,
+    training_batches,
+)
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
-from tfmiracle.keras_internals import seed_generators, walk
+from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
+from tfmiracle.loading import to_network
 from tfmiracle.miracle_file import MiracleFile, section_bytes
-from tfmiracle.models import VariationalModel, plain_weights, posteriors
+from tfmiracle.models import (
+    VariationalModel,
+    WholeBatches,
+    check_model,
+    fixed_batch,
+    posteriors,
+)
 from tfmiracle.network import (
-    architecture_by_place,
     check_network,
     plain_architecture,
-    set_weights,
     to_file,
-    to_network,
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
@@ -99,6 +106,7 @@ def compress(
     rules: dict[str, str] | None = None,
     loss=None,
     metrics: Sequence | None = None,
+    class_weight: dict[int, float] | None = None,
     validation_data=None,
     distill: bool = False,
     callbacks: Sequence[keras.callbacks.Callback] = (),
@@ -112,8 +120,11 @@ def compress(
 
     Args:
       model: a built Keras model, best a trained one. It is not changed.
-      data: training data, `(x, y)` arrays or a batched `tf.data.Dataset` of such
-        pairs.
+      data: training data: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays or of
+        structures of them, a batched `tf.data.Dataset` of such tuples, a
+        `keras.utils.PyDataset` (taken in the order of its numbers; `on_epoch_end` is
+        not called), or a generator that yields batches without end. `x` alone is
+        enough for a model without labels, whose losses come from `add_loss`.
       target: size of the file: bytes (`3300`, `"3300 B"`, `"3.3 kB"`), a ratio to the
         float32 weights (`"500x"`), or bits per weight (`"0.06 bits"`). It is never
         exceeded. By default what `recipe.block_size` gives.
@@ -121,8 +132,10 @@ def compress(
       recipe: the settings; `Recipe()` by default.
       rules: see `VariationalModel`.
       loss: loss as for `compile`; by default that of `model`, with its loss weights.
+        It is used, and not part of the file.
       metrics: metrics as for `compile`.
-      validation_data: `(x, y)` or a `tf.data.Dataset`, evaluated after every stage.
+      class_weight: class number -> weight of its examples in training, as for `fit`.
+      validation_data: as `data`, but no generator; evaluated after every stage.
       distill: whether to train against the outputs of `model` instead of labels. `data`
         and `validation_data` may then be inputs alone; labels in them are ignored, so
         metrics, too, compare with `model`. The default loss is the cross-entropy of
@@ -132,8 +145,8 @@ def compress(
       workdir: folder in which the run keeps its state. Killed at any moment and called
         again with the same arguments, `compress` goes on where it was and writes the
         same file; called after it has finished, it trains nothing. A `tf.data.Dataset`
-        must give the same batches in the same order each time for that. By default
-        nothing is kept.
+        or `PyDataset` must give the same batches in the same order each time for that,
+        which a generator cannot. By default nothing is kept.
       keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
         the file; see `CodedPosterior`.
       overwrite: whether existing files may be replaced.
@@ -145,7 +158,8 @@ def compress(
 
     Raises:
       ValueError: if an argument is out of range, the data is not finite, the target
-        cannot be met, or the model has no loss.
+        cannot be met, the model has no loss, or `model` or `data` is of a kind that
+        cannot be used.
       FileExistsError: if `path` exists and `overwrite` is false.
     """
     recipe = recipe or Recipe()
@@ -163,33 +177,40 @@ def compress(
         to_come = made is not outputs and source == output and not output.exists()
         if not (to_come or (begun and _is_copied(source, output))):
             miracle_file.check_output(output, overwrite)
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            f"`model` must be a Keras model. Received: {type(model).__name__}"
-        )
-    net = _copy(model, recipe.seed)
-    architecture = plain_architecture(model)
+    check_model(model)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
-        loss_weights = model.get_compile_config().get("loss_weights")
+        loss_weights = compiled_loss_weights(model)
+    labelled = loss is not None and not distill
+    once = workdir is None
+    data = read_data("data", data, model, labelled, once=once)
+    if validation_data is not None:
+        validation_data = read_data(
+            "validation_data", validation_data, model, labelled, ends=True
+        )
+    batch_size = fixed_batch(model) or recipe.batch_size
+    recipe = dataclasses.replace(recipe, batch_size=batch_size)
     if distill:
         hard = model.loss if model.compiled else None
         loss = soft_loss(hard) if loss is hard else loss
         # Of `model`: the labels of a dataset are made as it is read, and `net` changes.
-        data = relabel(data, model, hard)
-        validation_data = relabel(validation_data, model, hard)
-    if isinstance(validation_data, tf.data.Dataset):
-        if validation_data.cardinality() == tf.data.INFINITE_CARDINALITY:
-            raise ValueError("`validation_data` never ends. Leave out its `repeat()`.")
-    elif validation_data is not None:
-        validation_data = _examples("validation_data", validation_data)
-    if loss is None:
+        data = relabel(data, model, hard, batch_size)
+        validation_data = relabel(validation_data, model, hard, batch_size)
+    examples = training_batches(data, recipe)
+    batches = shifted(examples, recipe) if recipe.max_shift else examples
+    batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
+    net = _copy(model, recipe.seed, batch)
+    if loss is None and not _adds_losses(net, batch):
         raise ValueError(
-            "`loss` is missing: compile the model with a loss first, or pass one."
+            "`loss` is missing: compile the model with a loss first, pass one, or have "
+            "a layer call `add_loss`."
         )
-    examples = _training_batches(data, recipe)
-    batches = _shifted(examples, recipe) if recipe.max_shift else examples
+    has_weights = isinstance(data, tuple) and len(data) == 3
+    if class_weight is not None and (loss is None or has_weights):
+        raise ValueError(
+            "`class_weight` needs labels with a `loss`, and no weights of examples."
+        )
     if target is not None:
         size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
         recipe = dataclasses.replace(recipe, block_size=size)
@@ -199,14 +220,17 @@ def compress(
         "metadata": metadata,
         "keep_posterior": keep_posterior,
         "loss": _description(loss),
-        "loss_weights": loss_weights,
+        "loss_weights": _description(loss_weights),
+        "class_weight": _description(class_weight),
         "metrics": _description(metrics),
-        "model": architecture_by_place(model),
+        "model": plain_architecture(model),
         "weights": checksum(net.get_weights()),
         "data": checksum(data),
         "validation_data": checksum(validation_data),
     }
     options = {**recipe.model_options(), "rules": rules}
+
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
 
     def compiled(network, learning_rate=1e-3):
         network.compile(
@@ -214,18 +238,18 @@ def compress(
             loss,
             loss_weights=loss_weights,
             metrics=metrics,
-            steps_per_execution=STEPS_PER_EXECUTION,
+            # Several steps under several replicas are more than Keras can do.
+            steps_per_execution=1 if replicas > 1 else STEPS_PER_EXECUTION,
             # With XLA where there is an accelerator. On a CPU, where it makes
             # convolutions slow, only the posterior is compiled.
             jit_compile="auto",
         )
         return network
 
+    training = {"callbacks": callbacks, "class_weight": class_weight}
+
     def decoded():
-        # Under the names that the layers had, by which losses may be given.
-        found = decode(made[0], max_weights=None)
-        found = dataclasses.replace(found, architecture=architecture)
-        return compiled(to_network(found))
+        return compiled(to_network(decode(made[0], max_weights=None)))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
@@ -234,6 +258,8 @@ def compress(
 
     def evaluate(stage, network):
         if validation_data is not None:
+            if fixed_batch(network):
+                network = compiled(WholeBatches(network))
             run.evaluate(stage, lambda: _evaluate(network, validation_data, recipe))
 
     with Run(workdir, settings, verbose) as run:
@@ -244,7 +270,7 @@ def compress(
                 recipe.blocks_per_round,
                 recipe.finetune_steps,
                 overwrite=overwrite or workdir is not None,
-                recalibration_data=_inputs(examples, recipe),
+                recalibration_data=recalibration_inputs(examples, recipe),
                 posterior_path=made[1] if keep_posterior else None,
                 metadata={"recipe": recipe.changes(), **(metadata or {})},
                 verbose=verbose,
@@ -254,19 +280,21 @@ def compress(
                 steps = recipe.warmup_steps
                 warmup = VariationalModel(net, "deterministic", **options)
                 compiled(warmup, schedule(recipe.warmup_learning_rate, steps))
-                run.train(warmup, "warmup", batches, steps, callbacks)
+                run.train(warmup, "warmup", batches, steps, **training)
                 evaluate("warmup", warmup)
                 warmup.materialize()
             steps = recipe.train_steps
             learning_rate, finetune_learning_rate = recipe.learning_rates
             variational = VariationalModel(net, recipe.posterior, **options)
             compiled(variational, schedule(learning_rate, steps))
-            run.train(variational, "variational", batches, steps, callbacks)
+            run.train(variational, "variational", batches, steps, **training)
             evaluate("posterior_mean", variational)
             evaluate("posterior_sample", compiled(variational.materialize(sample=True)))
             compiled(variational, finetune_learning_rate)
             steps = callback.steps_needed(variational)
-            run.train(variational, "coding", batches, steps, callbacks, callback)
+            run.train(
+                variational, "coding", batches, steps, **training, coding=callback
+            )
             evaluate("decoded", decoded())
             run.finish({"history": callback.history})
         for output, source in zip(outputs, made, strict=True):
@@ -400,23 +428,23 @@ def target_bytes(target: str | int, num_weights: int) -> int:
     return int(number * {"": 1, "b": 1, "kb": 1e3, "mb": 1e6}[unit])
 
 
-def _copy(model, seed):
+def _copy(model, seed, batch):
     """A copy of the network, made as the file will make it.
 
-    Its layers with noise of their own (dropout) start from `seed`.
+    It computes the same on a batch of inputs. Its layers with noise of their own
+    (dropout) start from `seed`.
     """
     if not model.built:
         raise ValueError(
             f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
-    copy = check_network(model)
+    copy = check_network(model, batch)
     if posteriors(model):
         raise ValueError(
             f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
             "a CompressionCallback, or pass a plain network, such as what "
             "`VariationalModel.materialize` returns."
         )
-    set_weights(copy, [keras.ops.convert_to_numpy(v) for v in plain_weights(model)])
     generators = [g for layer in walk(copy) for g in seed_generators(layer)]
     states = np.random.SeedSequence(seed).generate_state(len(generators))
     for generator, state in zip(generators, states, strict=True):
@@ -424,130 +452,47 @@ def _copy(model, seed):
     return copy
 
 
-def _examples(name, data):
-    if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
-        raise ValueError(
-            f"`{name}` must be a tuple (x, y) of arrays or a batched tf.data.Dataset. "
-            f"Received: {type(data).__name__}"
-        )
-    return tuple(as_arrays(part) for part in data if part is not None)
-
-
 def _is_copied(source, copy):
     both = source.is_file() and copy.is_file()
     return both and source.read_bytes() == copy.read_bytes()
 
 
-def checksum(data) -> list[int] | str:
-    """CRC-32 of each array of a structure; of a `tf.data.Dataset`, its element spec."""
-    if isinstance(data, tf.data.Dataset):
-        return str(data.element_spec)
-    leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data) if leaf is not None]
-    # Arrays of objects (strings) hold addresses.
-    leaves = [v.astype(str) if v.dtype.kind == "O" else v for v in leaves]
-    return [zlib.crc32(v.tobytes()) for v in leaves]
+def _description(setup):
+    """What a loss or metrics are, as JSON that another process would write, too.
 
-
-def _description(objects):
-    """What a loss or metrics are, as text."""
+    Not as Keras serializes them, which many cannot be; without addresses, and without
+    the names, which Keras numbers.
+    """
+    if isinstance(setup, dict):
+        return {str(k): _description(v) for k, v in setup.items() if k != "name"}
+    if isinstance(setup, list | tuple):
+        return [_description(part) for part in setup]
+    if setup is None or isinstance(setup, str | int | float):
+        return setup if setup is None else str(setup)
+    of = setup if hasattr(setup, "__qualname__") else type(setup)
+    name = f"{of.__module__}.{of.__qualname__}"
     try:
-        return json.dumps(keras.saving.serialize_keras_object(objects), default=str)
-    except TypeError:  # a callable that Keras does not know
-        return type(objects).__name__
+        return [name, _description(dict(setup.get_config()))]
+    except Exception:  # has none, or one that cannot be made
+        return name
 
 
-def _training_batches(data, recipe):
-    """Returns a function, (phase, step) -> the endless batches from there on."""
-    if isinstance(data, tf.data.Dataset):
-        if not int(data.cardinality()):
-            raise ValueError("`data` is an empty tf.data.Dataset.")
-        return lambda phase, step: data.repeat().skip(step)
-    data = _examples("data", data)
-    leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(data)]
-    count = len(leaves[0])
-    if not count or any(len(leaf) != count for leaf in leaves):
-        raise ValueError(
-            "The arrays in `data` must have the same number of examples, at least one. "
-            f"Received shapes: {[leaf.shape for leaf in leaves]}"
-        )
-    for leaf in leaves:
-        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-            raise ValueError(
-                f"`data` holds values that are not finite (an array of shape "
-                f"{leaf.shape}). Remove them first."
-            )
-    arrays = tf.nest.pack_sequence_as(data, [tf.constant(leaf) for leaf in leaves])
-    # Nothing here takes long enough to be tuned, and whoever deletes an iterator may
-    # have to wait for the thread that tunes it to wake up, for up to a minute.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-
-    def batches(phase, step):
-        epoch, offset = divmod(step * recipe.batch_size, count)
-
-        def order(epoch):
-            # A function of the epoch's number, with no state.
-            return tf.data.Dataset.from_tensor_slices(
-                tf.random.experimental.stateless_shuffle(
-                    tf.range(count), _seed(recipe, phase, epoch)
-                )
-            )
-
-        def gather(index):
-            return tf.nest.map_structure(lambda a: tf.gather(a, index), arrays)
-
-        return (
-            tf.data.Dataset.counter(epoch)
-            .flat_map(order)
-            .skip(offset)
-            .batch(recipe.batch_size, drop_remainder=True)
-            .map(gather)
-            .prefetch(2 * STEPS_PER_EXECUTION)
-            .with_options(options)
-        )
-
-    return batches
-
-
-def _shifted(batches, recipe):
-    """The same with images shifted at random, anew in each step."""
-    check_shift(recipe.max_shift, batches(PHASES[0], 0).element_spec[0])
-
-    def shifted(phase, step):
-        def shift(step, example):
-            x, *labels = example
-            # Numbers below 0: the orders of epochs have those from 0 on.
-            seed = _seed(recipe, phase, -1 - step)
-            return random_shift(x, recipe.max_shift, seed), *labels
-
-        numbered = batches(phase, step).enumerate(step)
-        return numbered.map(shift).prefetch(STEPS_PER_EXECUTION)
-
-    return shifted
-
-
-def _seed(recipe, phase, number):
-    """A seed for each phase and number, which may be negative."""
-    seed = np.uint64(recipe.seed).astype(np.int64)
-    return [seed, number * len(PHASES) + PHASES.index(phase)]
-
-
-def _inputs(batches, recipe):
-    if not recipe.recalibration_steps:
-        return None
-    steps = batches("coding", 0).take(recipe.recalibration_steps)
-    return steps.map(lambda x, *labels: x)
+def _adds_losses(net, x):
+    """Whether the network has losses of its own, by `add_loss`."""
+    with keras.StatelessScope(collect_losses=True) as scope:  # which changes nothing
+        net(x, training=True)
+    return bool(scope.losses)
 
 
 def _evaluate(network, data, recipe):
     if isinstance(data, tf.data.Dataset):
         return network.evaluate(data, verbose=0, return_dict=True)
-    x, y, *weights = data
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     return network.evaluate(
         x,
         y,
-        batch_size=max(recipe.batch_size, 256),
-        sample_weight=weights[0] if weights else None,
+        batch_size=recipe.batch_size,
+        sample_weight=weights,
         verbose=0,
         return_dict=True,
     )

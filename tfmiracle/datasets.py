@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -200,10 +201,10 @@ def as_arrays(data):
 
     Lists of arrays become tuples, and lists of numbers arrays.
     """
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {key: as_arrays(part) for key, part in data.items()}
     if isinstance(data, list | tuple) and any(
-        isinstance(part, dict) or hasattr(part, "shape") for part in data
+        isinstance(part, Mapping) or len(getattr(part, "shape", ())) for part in data
     ):
         return tuple(as_arrays(part) for part in data)
     return np.asarray(data)

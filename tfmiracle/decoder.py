@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from tfmiracle.miracle_file import DEFAULT_MAX_WEIGHTS, CodedGroup, MiracleFile
+from tfmiracle.miracle_file import CodedGroup, MiracleFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,14 @@ class DecodedNetwork:
 
 def decode(
     source: str | os.PathLike | bytes | MiracleFile,
-    max_weights: int | None = DEFAULT_MAX_WEIGHTS,
+    max_weights: int | str | None = "auto",
 ) -> DecodedNetwork:
     """Decodes the weights of a file, bit for bit the same on every platform.
 
     Args:
       source: path of a `.miracle` file, its bytes, or the parsed file.
-      max_weights: refuse files that claim more weights than this; None for a file that
-        you trust.
+      max_weights: refuse files that claim more weights than this. "auto": 2^20 and 512
+        for each byte of the file, 2^28 at most. None for a file that you trust.
 
     Raises:
       FileFormatError: if the file is damaged or not of this format.

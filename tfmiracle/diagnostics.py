@@ -7,8 +7,9 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
+from tfmiracle.datasets import as_arrays
 from tfmiracle.mean_kl import kl_from_standardized
-from tfmiracle.models import posteriors
+from tfmiracle.models import fixed_batch, in_whole_batches, posteriors
 from tfmiracle.scope import SubstitutionScope
 
 
@@ -78,7 +79,7 @@ def predict_ensemble(
       model: a `VariationalModel`, or a model with variational layers.
       x: inputs, an array or a structure of arrays.
       samples: number of samples of the weights.
-      batch_size: examples in a forward pass.
+      batch_size: examples in a forward pass; a network of a fixed batch has its own.
       transform: what is averaged, a function of the outputs. Of a network that returns
         logits it should be probabilities, `keras.ops.softmax`.
 
@@ -89,7 +90,9 @@ def predict_ensemble(
       ValueError: if `samples` or `batch_size` is not positive, there are no inputs,
         the model has no posterior, or `transform` does not give one array.
     """
+    x = as_arrays(x)
     count = len(keras.tree.flatten(x)[0])
+    batch_size = fixed_batch(model) or batch_size
     if batch_size < 1 or not count:
         raise ValueError(
             "An ensemble needs `batch_size` of at least 1 and at least one input. "
@@ -127,7 +130,7 @@ def predict_ensemble(
 
 def _call(model, batch, variables, values):
     with SubstitutionScope(variables, values):
-        return model(batch, training=False)
+        return in_whole_batches(model, batch, training=False)
 
 
 def _batches(x, count, size):

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.datasets import as_arrays
+from tfmiracle.models import in_whole_batches
 
 _SOFT = {
     "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
@@ -37,7 +38,7 @@ def soft_loss(loss=None):
     return tf.nest.map_structure(soft, "mse" if loss is None else loss)
 
 
-def relabel(data, teacher: keras.Model, loss=None):
+def relabel(data, teacher: keras.Model, loss=None, batch_size: int = 64):
     """Replaces labels by the outputs of a trained network (Hinton et al. 2015).
 
     Args:
@@ -45,6 +46,7 @@ def relabel(data, teacher: keras.Model, loss=None):
         batched `tf.data.Dataset`; None stays None.
       teacher: the network.
       loss: see `soft_loss`; where it takes logits, labels become probabilities.
+      batch_size: examples in a forward pass, if they are arrays.
 
     Returns:
       `(x, labels)` or `(x, labels, sample_weight)`, likewise.
@@ -59,7 +61,7 @@ def relabel(data, teacher: keras.Model, loss=None):
     functions = tf.nest.map_structure(probabilities, "mse" if loss is None else loss)
 
     def labels(x):
-        outputs = teacher(x, training=False)
+        outputs = in_whole_batches(teacher, x, training=False)
         if callable(functions):
             return tf.nest.map_structure(functions, outputs)
         return tf.nest.map_structure(
@@ -72,7 +74,7 @@ def relabel(data, teacher: keras.Model, loss=None):
         return data.map(lambda x, *rest: (x, labels(x), *rest[1:]))
     x, *rest = data if isinstance(data, tuple) else (data,)
     x = as_arrays(x)
-    batches = tf.data.Dataset.from_tensor_slices((x,)).batch(256).map(labels)
+    batches = tf.data.Dataset.from_tensor_slices((x,)).batch(batch_size).map(labels)
     parts = list(batches.as_numpy_iterator())
     y = tf.nest.map_structure(lambda *part: np.concatenate(part), *parts)
     return x, y, *rest[1:]

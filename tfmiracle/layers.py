@@ -35,7 +35,8 @@ class VariationalLayer:
       prior: a `Prior`, the means of the coding distribution; zero by default.
       log_scale, log_scale_rate: see `Recipe`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
-        By default a random one, which `keras.utils.set_random_seed` determines.
+        By default 0, so that weights fit a layer built anew, with a random seed for the
+        noise, which `keras.utils.set_random_seed` determines.
     """
 
     PARAMETERIZATION: str = DEFAULTS.parameterization
@@ -69,7 +70,7 @@ class VariationalLayer:
             "kl_bits": kl_bits,
             "log_scale": log_scale,
             "log_scale_rate": log_scale_rate,
-            "seed": random.randrange(2**32) if seed is None else seed,
+            "seed": seed,
         }
         self.block_posterior = None
         self._substituted = []
@@ -83,13 +84,16 @@ class VariationalLayer:
         self._substituted = own_trainable_variables(self)
         for variable in self._substituted:
             track_as_not_trainable(self, variable)
+        seed = self._options["seed"]
         self.block_posterior = posterior_over(
             self._substituted,
             self._parameterization,
             coder=self._coder,
             prior=self._prior,
             warm_start=False,
-            **self._options,
+            **{**self._options, "seed": seed or 0},
+            # Layers whose layouts are equal must not have the same noise.
+            noise_seed=random.randrange(2**31) if seed is None else seed,
         )
 
     def call(self, inputs, training=None):

@@ -36,12 +36,22 @@ STORED_DTYPES = (
     "uint64",
     "bool",
 )
-DEFAULT_MAX_WEIGHTS = 1 << 28
+# What a file may claim by default: so many weights, and more for each of its bytes.
+FREE_WEIGHTS = 1 << 20
+WEIGHTS_PER_BYTE = 512
+DEFAULT_MAX_WEIGHTS = 1 << 28  # however large the file is
 MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4
 MAX_DESCRIPTION_BYTES = 1 << 22
 MAX_METADATA_BYTES = 1 << 20  # of these
+# Bounds of version 1, in `docs/format.md`.
+MAX_GROUPS = 1 << 10
+MAX_VARIABLES = 1 << 13
 _MAX_DIMENSIONS = 32  # of arrays in NumPy 1
+_MAX_ENTRIES = (1 << 32) - 1  # of all variables: positions are 32-bit words of Philox
+_MAX_BRACKETS = 1 << 17
+_MAX_DEPTH = 128
+_MAX_DIGITS = 100
 
 
 class FileFormatError(ValueError):
@@ -189,19 +199,24 @@ class MiracleFile:
 
     @classmethod
     def from_bytes(
-        cls, data: bytes, max_weights: int | None = DEFAULT_MAX_WEIGHTS
+        cls, data: bytes, max_weights: int | str | None = "auto"
     ) -> "MiracleFile":
         """Parses a file, trusting nothing in it.
 
         Args:
           data: the whole file.
           max_weights: refuse files that claim more weights than this, before anything
-            of that size is allocated; None for a file that you trust.
+            of that size is allocated. "auto": 2^20 and 512 for each byte of the file,
+            2^28 at most, so that a small file cannot cost much. None for a file that
+            you trust.
 
         Raises:
           FileFormatError: if the bytes are damaged, truncated, from another format or
             version, or claim more than `max_weights` weights.
         """
+        if max_weights == "auto":
+            by_size = FREE_WEIGHTS + WEIGHTS_PER_BYTE * len(data)
+            max_weights = min(by_size, DEFAULT_MAX_WEIGHTS)
         if data[: len(MAGIC)] != MAGIC:
             raise FileFormatError(
                 "Not a .miracle file: it does not start with the bytes 'MRCL'."
@@ -247,7 +262,7 @@ class MiracleFile:
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike, max_weights: int | None = DEFAULT_MAX_WEIGHTS
+        cls, path: str | os.PathLike, max_weights: int | str | None = "auto"
     ) -> "MiracleFile":
         """Reads and parses a file, see `from_bytes`; the error names the path."""
         data = pathlib.Path(path).read_bytes()
@@ -255,6 +270,21 @@ class MiracleFile:
             return cls.from_bytes(data, max_weights)
         except FileFormatError as error:
             raise FileFormatError(f"{path}: {error}") from None
+
+
+def check_description(architecture: dict, names: Sequence[str]) -> None:
+    """Checks what will be written of a network, before hours are spent on its weights.
+
+    Raises:
+      FileFormatError: if readers would refuse it.
+    """
+    if len(names) > MAX_VARIABLES:
+        raise FileFormatError(
+            f"The network has {len(names):,} variables; a file has room for "
+            f"{MAX_VARIABLES:,}."
+        )
+    content = {"model": architecture, "names": [*names], "metadata": {}}
+    _parse_text(json.dumps(content).encode(), len(names))
 
 
 def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
@@ -393,9 +423,9 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
         return layout[position - count : position]
 
     heads = []
-    for _ in range(take(len(layout))):
+    for _ in range(take(MAX_GROUPS)):
         (seed,) = struct.unpack("<Q", take_bytes(8))
-        block_size, bits = take(2**32), take(MAX_BLOCK_BITS)
+        block_size, bits = take(_MAX_ENTRIES), take(MAX_BLOCK_BITS)
         codebook = CODEBOOKS[take(len(CODEBOOKS) - 1)]
         scales = np.frombuffer(take_bytes(4 * take(len(layout))), "<f4")
         if not np.all((scales > 0) & (scales <= MAX_SCALE)):
@@ -405,16 +435,19 @@ def _parse_layout(layout: bytes, packed: bytes, max_weights: int | None):
     total = 0
     members = [[] for _ in heads]
     coded, shapes = [], []
-    for _ in range(take(len(layout))):
+    for _ in range(take(MAX_VARIABLES)):
         group = take(len(heads))
         if group:
-            hash_factor, scale_index = take(2**32), take(len(heads[group - 1][4]) - 1)
+            hash_factor = take(_MAX_ENTRIES)
+            scale_index = take(len(heads[group - 1][4]) - 1)
             dtype = None
         else:
             dtype = STORED_DTYPES[take(len(STORED_DTYPES) - 1)]
-        shape = tuple(take(2**40) for _ in range(take(_MAX_DIMENSIONS)))
+        shape = tuple(take(_MAX_ENTRIES) for _ in range(take(_MAX_DIMENSIONS)))
         # A length of 0 does not excuse others that no array can have.
         total += math.prod(max(length, 1) for length in shape)
+        if total > _MAX_ENTRIES:
+            raise FileFormatError("The file claims 2^32 weights or more.")
         if max_weights is not None and not total <= max_weights:  # NaN refuses
             raise FileFormatError(
                 f"The file claims more than {max_weights:,} weights. If you trust "
@@ -475,17 +508,29 @@ def _parse_stored(stored: bytes, shapes) -> list[np.ndarray]:
 
 def _parse_description(description: bytes, num_variables: int):
     inflate = zlib.decompressobj(wbits=-15, zdict=_description_dictionary())
-    raw = inflate.decompress(description, MAX_DESCRIPTION_BYTES)
-    if not inflate.eof or inflate.unused_data:
+    raw = inflate.decompress(description, MAX_DESCRIPTION_BYTES + 1)
+    if len(raw) > MAX_DESCRIPTION_BYTES or not inflate.eof or inflate.unused_data:
         raise FileFormatError("The description is damaged or too long.")
+    return _parse_text(raw, num_variables)
+
+
+def _parse_text(raw: bytes, num_variables: int):
+    """Returns names, architecture and metadata of a description."""
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
+        raise FileFormatError("The description has too many lists and objects.")
     try:
         content = json.loads(
-            raw.decode(), parse_constant=_refuse_constant, parse_float=_finite
+            raw.decode(),
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_integer,
         )
     except RecursionError:
         raise FileFormatError("The description is nested too deeply.") from None
     if not isinstance(content, dict):
         raise FileFormatError("The description is no JSON object.")
+    _check_depth(content)
     names, architecture = content["names"], content["model"]
     metadata = content["metadata"]
     if not (
@@ -498,6 +543,33 @@ def _parse_description(description: bytes, num_variables: int):
     if not (isinstance(architecture, dict) and isinstance(metadata, dict)):
         raise FileFormatError("The description lacks the model or the metadata.")
     return names, architecture, metadata
+
+
+def _check_depth(content):
+    level, depth = [content], 0
+    while level:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise FileFormatError("The description is nested too deeply.")
+        level = [
+            item
+            for outer in level
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+
+
+def _object(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise FileFormatError("An object of the description has a key twice.")
+    return content
+
+
+def _integer(text):
+    if len(text) > _MAX_DIGITS:
+        raise FileFormatError("A number of the description has too many digits.")
+    return int(text)
 
 
 def _finite(text):

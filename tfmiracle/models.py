@@ -1,10 +1,17 @@
 """A whole Keras model whose weights are variational."""
 
+import os
+
 import keras
 
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
-from tfmiracle.keras_internals import children, has_losses, walk
+from tfmiracle.keras_internals import (
+    children,
+    has_losses,
+    walk,
+    without_training_setup,
+)
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.block_posterior import BlockPosterior, posterior_over
@@ -12,6 +19,8 @@ from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameteriz
 from tfmiracle.recipe import DEFAULTS, Recipe
 from tfmiracle.rules import Treatment, treat
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
+
+_REGISTRATION = '@keras.saving.register_keras_serializable("my_package")'
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -79,6 +88,7 @@ class VariationalModel(keras.Model):
         treatments: list[tuple[str, str]] | None = None,
         **kwargs,
     ):
+        check_model(net, "net")
         # Inputs reach `net` as they are, which casts them as it does by itself.
         # By its dtype policy `compile` decides whether the loss has to be scaled.
         kwargs.setdefault("dtype", getattr(net, "dtype_policy", None))
@@ -90,6 +100,7 @@ class VariationalModel(keras.Model):
             )
         refuse_rematerialization(net)
         _refuse_own_training(net)
+        configuration(net)  # raises, long before anything is coded or saved
         check_option(Recipe, "l2", l2)
         self.net = net
         self.l2 = float(l2)
@@ -258,6 +269,72 @@ class VariationalModel(keras.Model):
         return cls(net, **config)
 
 
+class WholeBatches(keras.Model):
+    """A network of a fixed batch that takes fewer examples, too, for evaluation."""
+
+    def __init__(self, net: keras.Model, **kwargs):
+        super().__init__(**kwargs)
+        self.net = net
+        self.built = True
+
+    def call(self, inputs, training=None):
+        return in_whole_batches(self.net, inputs, training=training)
+
+    @property
+    def output_names(self) -> list[str] | None:
+        return getattr(self.net, "output_names", None)
+
+
+def in_whole_batches(model: keras.Model, inputs, training: bool | None = None):
+    """The outputs of a model for up to as many examples as its batch is fixed to."""
+    batch = fixed_batch(model)
+    if batch is None:
+        return model(inputs, training=training)
+    count = keras.ops.shape(keras.tree.flatten(inputs)[0])[0]
+    index = keras.ops.arange(batch) % count  # some of them again, to fill up
+    whole = keras.tree.map_structure(lambda x: keras.ops.take(x, index, axis=0), inputs)
+    outputs = model(whole, training=training)
+    return keras.tree.map_structure(lambda y: y[:count], outputs)
+
+
+def fixed_batch(model: keras.Model) -> int | None:
+    """The number of examples that each batch of a model must have, if there is one."""
+    if isinstance(model, VariationalModel | WholeBatches):
+        return fixed_batch(model.net)
+    shapes = [x.shape for x in keras.tree.flatten(getattr(model, "inputs", None) or [])]
+    for layer in walk(model):
+        if getattr(layer, "stateful", False):
+            states = keras.tree.flatten(getattr(layer, "states", None) or [])
+            shapes += [state.shape for state in states]
+    return next((shape[0] for shape in shapes if shape and shape[0]), None)
+
+
+def check_model(model, name: str = "model") -> None:
+    """Refuses what is no Keras model, and says what to do.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    if isinstance(model, keras.Model):
+        return
+    modules = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    if isinstance(model, keras.Layer):
+        advice = "Put the layer into a keras.Sequential."
+    elif modules & {"tf_keras", "tensorflow"} and hasattr(model, "get_weights"):
+        advice = (
+            "It is of Keras 2 (tf_keras). Build the same network with Keras 3 "
+            "(`import keras`) and give it `get_weights()` of this one."
+        )
+    elif isinstance(model, str | os.PathLike):
+        advice = "Load it first: `keras.saving.load_model(path)`."
+    elif "torch" in modules:
+        advice = "Build the same network with Keras and copy the weights."
+    else:
+        advice = "Pass what `keras.Sequential` or `keras.Model(inputs, outputs)` gives."
+    what = model.__name__ if isinstance(model, type) else type(model).__name__
+    raise ValueError(f"`{name}` must be a Keras model. {advice} Received: {what}")
+
+
 def _refuse_own_training(net):
     for name in ("train_step", "test_step", "compute_loss", "compute_metrics"):
         own = name in vars(net)
@@ -267,6 +344,79 @@ def _refuse_own_training(net):
                 "a posterior would not use. Say what to minimize with losses given to "
                 "`compile` and with `add_loss`."
             )
+
+
+def configuration(model: keras.Model) -> dict:
+    """Serializes a network without its training setup, as Keras' JSON.
+
+    Raises:
+      ValueError: if a class or function in it is not registered with Keras, or one of
+        its classes has no configuration.
+    """
+    with without_training_setup(model):
+        try:
+            config = keras.saving.serialize_keras_object(model)
+        except Exception as error:  # which a `get_config` may raise
+            layer = _without_configuration(model)
+            raise ValueError(
+                f"{type(layer).__name__} (layer {layer.name!r}) has no configuration "
+                "that a file could hold. Its class needs a `get_config` that returns "
+                f"the arguments of its `__init__`. Keras says: {error}"
+            ) from error
+    _refuse_unregistered(config, model.name)
+    return config
+
+
+def _without_configuration(model):
+    """The innermost layer that cannot be serialized."""
+    found = model
+    for layer in walk(model):
+        try:
+            keras.saving.serialize_keras_object(layer)
+        except Exception:
+            found = layer
+    return found
+
+
+def _refuse_unregistered(config, where):
+    """Refuses what Keras would not find again; `where` is the name of a layer."""
+    if isinstance(config, list | tuple):
+        for item in config:
+            _refuse_unregistered(item, where)
+    if not isinstance(config, dict):
+        return
+    inner = config.get("config")
+    if isinstance(inner, dict):
+        where = inner.get("name", where)
+    # Keras writes a lambda with or without its class, as code.
+    if config.get("class_name") == "__lambda__" or config.keys() == {"value"}:
+        raise ValueError(
+            f"There is a lambda in {where!r} (a Lambda layer?), and a file holds no "
+            "code. Write a function or a layer instead, with this line above it: "
+            f"{_REGISTRATION}"
+        )
+    if {"module", "class_name", "registered_name"} <= config.keys():
+        is_function = config["class_name"] == "function"
+        name = inner if is_function else config["registered_name"]
+        if name is not None and not _is_known(name, config["module"]):
+            what = f"function {name!r}" if is_function else config["class_name"]
+            raise ValueError(
+                f"{what} (in {where!r}) is not registered with Keras, which could "
+                f"not rebuild it from a file. Put this line above its definition: "
+                f"{_REGISTRATION}"
+            )
+    for value in config.values():
+        _refuse_unregistered(value, where)
+
+
+def _is_known(name, module):
+    if keras.saving.get_registered_object(name) is not None:
+        return True
+    if module == "builtins":  # where Keras looks for functions by their names
+        homes = (keras.activations, keras.initializers, keras.regularizers)
+        return any(hasattr(home, name) for home in homes)
+    packages = ("keras", "keras_hub", "keras_cv", "keras_nlp")
+    return module is not None and module.partition(".")[0] in packages
 
 
 def codable_variables(net: keras.Model) -> list[keras.Variable]:

@@ -1,12 +1,7 @@
-"""Between Keras models and `.miracle` files."""
+"""From Keras models to `.miracle` files; `loading` is the way back."""
 
 import collections
-import copy
-import itertools
 import json
-import os
-import re
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -15,18 +10,21 @@ import tensorflow as tf
 import tfmiracle
 from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
 from tfmiracle.coding.coder import CODERS
-from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
+from tfmiracle.comparison import first_difference
+from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
+from tfmiracle.loading import build_network, set_weights, to_network
 from tfmiracle.miracle_file import (
     MAX_DESCRIPTION_BYTES,
     MAX_METADATA_BYTES,
     CodedGroup,
-    FileFormatError,
     MiracleFile,
+    check_description,
 )
 from tfmiracle.models import (
     VariationalModel,
+    configuration,
     ids_under_posteriors,
     plain_weights,
     posteriors,
@@ -71,11 +69,12 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
     rules, dtypes = {}, [None] * len(stored)
     if isinstance(model, VariationalModel):
-        dtypes, places = model.stored_dtypes, _places(model.net)
-        for pattern, treatment in model.rules.items():
-            if Treatment.parse(treatment).stored:  # the layout tells of the others
-                path = pattern.removeprefix(f"{model.net.name}/").split("/")
-                rules["/".join(places.get(part, part) for part in path)] = treatment
+        dtypes = model.stored_dtypes
+        rules = {
+            pattern.removeprefix(f"{model.net.name}/"): treatment
+            for pattern, treatment in model.rules.items()
+            if Treatment.parse(treatment).stored  # the layout tells of the others
+        }
     _check_stored(model, stored)
     stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
     description = {
@@ -91,7 +90,7 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         coded,
         groups,
         stored,
-        architecture_by_place(model),
+        plain_architecture(model),
         description,
     )
 
@@ -107,20 +106,37 @@ def coded_posterior(model: keras.Model) -> CodedPosterior:
     )
 
 
-def check_network(model: keras.Model) -> keras.Model:
+def inference_weights(model: keras.Model) -> list[np.ndarray]:
+    """The plain weights as inference uses them: means, or values decoded, of Q."""
+    values = {
+        id(v): value
+        for posterior, variables in posteriors(model)
+        for v, value in zip(variables, posterior.values(), strict=True)
+    }
+    plain = plain_weights(model)
+    return [keras.ops.convert_to_numpy(values.get(id(v), v)) for v in plain]
+
+
+def check_network(model: keras.Model, batch=None) -> keras.Model:
     """Shows before the training what would make the file of a model wrong.
 
+    Args:
+      model: the model.
+      batch: inputs on which the network and what is rebuilt of it must compute the
+        same; see `first_difference`.
+
     Returns:
-      The plain network, rebuilt for the purpose, with initial weights.
+      The plain network, rebuilt for the purpose, with the weights of inference.
 
     Raises:
       ValueError: if the network cannot be described (its classes, a Lambda layer, a
-        number that is not finite), is another one when it is rebuilt (other weights,
-        `tf.Variable`s, an adapted vocabulary), takes more room to describe than a file
-        has (a large vocabulary), or has weights that cannot be stored.
+        number that is not finite), is another one when it is rebuilt (other weights or
+        outputs, `tf.Variable`s, an adapted vocabulary), takes more room to describe
+        than a file has (a large vocabulary), or has weights that cannot be stored.
     """
     architecture = plain_architecture(model)
-    net = build_network(architecture)
+    # Twice: what is random in `build` may agree once.
+    net, again = build_network(architecture), build_network(architecture)
     here, there = plain_weights(model), net.weights
     if [tuple(v.shape) for v in here] != [tuple(v.shape) for v in there]:
         raise ValueError(
@@ -135,6 +151,7 @@ def check_network(model: keras.Model) -> keras.Model:
             f"The configuration of {model.name!r} takes {size:,} bytes as JSON; a file "
             f"has room for {room:,}. Keep large vocabularies and constants outside."
         )
+    check_description(architecture, names)
     for layer in walk(model):
         for name, value in vars(layer).items():
             if isinstance(value, dict) and not name.startswith("_"):
@@ -154,28 +171,50 @@ def check_network(model: keras.Model) -> keras.Model:
             )
     ruled = ids_under_posteriors(model)
     _check_stored(model, [v for v in here if id(v) not in ruled])
+    _check_outputs(model, [net, again], batch)
     return net
+
+
+def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> None:
+    """Raises a ValueError if a file's network computes something else than `model`.
+
+    Args:
+      model: the model that the file was made of.
+      decoded: the network of the file.
+      batch: inputs of the model.
+    """
+    _check_outputs(model, [to_network(decoded)], batch)
+
+
+def _check_outputs(model, nets, batch):
+    weights = inference_weights(model)
+    for net in nets:
+        set_weights(net, weights)
+    layer = first_difference(model, nets, batch)
+    if layer is not None:
+        raise ValueError(
+            f"Layer {layer.name!r} ({type(layer).__name__}) of {model.name!r} computes "
+            "something else when it is rebuilt from its configuration and has the same "
+            "weights, so a file would hold another network. What its outputs depend on "
+            "must be among its weights (`add_weight`) or in its `get_config`: not in "
+            "constants made in `build`, attributes set later, or global variables."
+        )
 
 
 def plain_architecture(model: keras.Model) -> dict:
     """Serializes the network without anything variational, as Keras' JSON.
 
-    Its layers have the names they have in `model`.
+    Its layers keep their names: nobody can tell those that Keras gave from those that
+    losses, rules and `get_layer` go by.
 
     Raises:
-      ValueError: if the model contains a variational layer of another package, for
-        which no plain layer is known, or something that JSON cannot say.
+      ValueError: if the model cannot be described, see `configuration`, contains a
+        variational layer of another package, for which no plain layer is known, or
+        something that JSON cannot say.
     """
     if isinstance(model, VariationalModel):
         return plain_architecture(model.net)
-    try:
-        config = keras.saving.serialize_keras_object(model)
-    except (NotImplementedError, TypeError) as error:
-        raise ValueError(
-            f"{model.name!r} has no configuration: {error} Its layers need "
-            "`get_config`; the loss it is compiled with must be registered, too."
-        ) from error
-    architecture = _strip(config)
+    architecture = _strip(configuration(model))
     try:
         json.dumps(architecture, allow_nan=False)
     except ValueError as error:
@@ -184,108 +223,6 @@ def plain_architecture(model: keras.Model) -> dict:
             "layers must not have arguments that are infinite or NaN."
         ) from error
     return architecture
-
-
-def architecture_by_place(model: keras.Model) -> dict:
-    """As `plain_architecture`, with the names of a file.
-
-    Keras numbers on from what was built before in the process; a file should not
-    depend on that. So `dense_7` and `dense_9` become `dense` and `dense_1`, in the
-    order they have. Names that Keras could not have given stay as they are.
-    """
-    return _rename(plain_architecture(model), _places(_plain(model)))
-
-
-def build_network(
-    architecture: dict, custom_objects: dict | None = None
-) -> keras.Model:
-    """Builds the Keras model of a file, with initial weights.
-
-    It runs no code from the file, but allocates what the architecture asks for.
-
-    Raises:
-      ValueError: if it names a class that is not registered, or holds a Lambda layer.
-    """
-    try:
-        model = keras.saving.deserialize_keras_object(
-            copy.deepcopy(architecture),  # which Keras empties
-            custom_objects=custom_objects,
-            safe_mode=True,
-        )
-    except Exception as error:
-        raise ValueError(
-            f"Keras cannot rebuild the network: {error} Custom classes must be "
-            "registered (`keras.saving.register_keras_serializable`) or passed in "
-            "`custom_objects`; Lambda layers are refused, since their code comes from "
-            "the file."
-        ) from error
-    if not (isinstance(model, keras.Model) and model.built):
-        raise ValueError(
-            "The description of the network does not give a built Keras model. A "
-            "subclassed model must define `build` or `get_build_config`."
-        )
-    return model
-
-
-def load(
-    path: str | os.PathLike,
-    custom_objects: dict | None = None,
-    max_weights: int | None = DEFAULT_MAX_WEIGHTS,
-) -> keras.Model:
-    """Loads the network of a `.miracle` file as a plain Keras model.
-
-    Args:
-      path: the file.
-      custom_objects: name -> class, for layers that are not registered with Keras.
-      max_weights: refuse files that claim more weights than this. It bounds what the
-        decoder allocates; Keras allocates what the architecture asks for. None for a
-        file that you trust.
-
-    Returns:
-      The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
-
-    Raises:
-      FileFormatError: if the file is damaged, or its weights do not fit its network.
-      ValueError: if Keras cannot rebuild the network, see `build_network`.
-      OSError: if the file cannot be read.
-    """
-    return to_network(decode(path, max_weights), custom_objects)
-
-
-def to_network(
-    decoded: DecodedNetwork, custom_objects: dict | None = None
-) -> keras.Model:
-    """Builds the Keras model of a decoded file, see `load`."""
-    model = build_network(decoded.architecture, custom_objects)
-    shapes = [tuple(v.shape) for v in model.weights]
-    if shapes != [value.shape for value in decoded.weights.values()]:
-        raise FileFormatError("The weights of the file do not fit its network.")
-    # By position: Keras numbers the names of layers anew in every process.
-    set_weights(model, list(decoded.weights.values()))
-    return model
-
-
-def set_weights(model: keras.Model, values: Sequence[np.ndarray]) -> None:
-    """As `model.set_weights`, which does not reach all that layers compute with."""
-    model.set_weights(values)
-    for layer in walk(model):
-        if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()
-
-
-def accuracy_of(
-    model: keras.Model, decoded: DecodedNetwork, x: np.ndarray, y: np.ndarray
-) -> float:
-    """Accuracy of a classifier with the weights of a decoded (or pruned) network.
-
-    Args:
-      model: the network, from `to_network`; it keeps the weights.
-      decoded: the weights.
-      x, y: inputs and class numbers.
-    """
-    set_weights(model, list(decoded.weights.values()))
-    scores = model.predict(x, batch_size=500, verbose=0)
-    return float(np.mean(np.argmax(scores, -1) == y))
 
 
 def _plain(model):
@@ -304,16 +241,21 @@ def _coded_parts(model):
 
 
 def _strip(config):
-    """Turns variational layers into their plain Keras layers, drops training setup."""
+    """Turns variational layers and models into the plain ones."""
     if isinstance(config, list | tuple):
         return [_strip(item) for item in config]
     if not isinstance(config, dict):
         return config
-    config = {k: v for k, v in config.items() if k != "compile_config"}
-    name = config.get("registered_name")
-    cls = keras.saving.get_registered_object(name) if name else None
+    cls = _class_of(config)
     if cls is VariationalModel:
-        return _strip(config["config"]["net"])
+        # What calls it inside another model goes by its name.
+        place = {k: v for k, v in config.items() if k in ("name", "inbound_nodes")}
+        net = _strip(config["config"]["net"])
+        if "name" in net["config"]:
+            net["config"]["name"] = config["config"]["name"]
+        return {**net, **_strip(place)}
+    if "output_layers" in config:
+        config = _counted_from_one(config)
     if isinstance(cls, type) and issubclass(cls, VariationalLayer):
         base = cls.__mro__[cls.__mro__.index(VariationalLayer) + 1]
         if not base.__module__.startswith("keras."):
@@ -327,42 +269,47 @@ def _strip(config):
     return {k: _strip(v) for k, v in config.items()}
 
 
-def _places(model) -> dict[str, str]:
-    """Names that Keras gave to layers -> the same numbered within the model."""
-    automatic, taken = {}, set()
-    for layer in walk(model):
-        prefix, number = re.fullmatch(r"(.*?)(?:_([0-9]+))?", layer.name).groups()
-        if prefix.replace("_", "") == type(layer).__name__.lower():
-            automatic[layer.name] = prefix, int(number or 0)
-        else:
-            taken.add(layer.name)
-    places = {}
-    for name, (prefix, _) in sorted(automatic.items(), key=lambda item: item[1]):
-        numbered = (f"{prefix}_{i}" if i else prefix for i in itertools.count())
-        places[name] = next(new for new in numbered if new not in taken)
-        taken.add(places[name])
-    return places
+def _class_of(config):
+    """The registered class that a configuration is of, None if there is none."""
+    name = config.get("registered_name")
+    return keras.saving.get_registered_object(name) if name else None
 
 
-def _rename(config, places, within=None):
-    """Renames layers where Keras' JSON speaks of them."""
-    if isinstance(config, list):
-        return [_rename(item, places, within) for item in config]
-    if isinstance(config, dict):
-        # Inputs and outputs may be dicts of layers.
-        kept = within in ("input_layers", "output_layers")
-        return {k: _rename(v, places, within if kept else k) for k, v in config.items()}
-    if within in ("name", "keras_history", "input_layers", "output_layers"):
-        return places.get(config, config) if isinstance(config, str) else config
-    return config
+def _counted_from_one(config):
+    """Configuration of a functional model whose inner posteriors become functional.
+
+    Keras counts the calls of layers from 0 where inputs and outputs are listed, but
+    those of functional models from 1.
+    """
+
+    def is_functional(config):
+        if _class_of(config) is VariationalModel:
+            return is_functional(config["config"]["net"])
+        return "output_layers" in config["config"]
+
+    moved = {
+        layer["name"]
+        for layer in config["layers"]
+        if _class_of(layer) is VariationalModel and is_functional(layer)
+    }
+
+    def counted(ends):
+        match ends:
+            case [str(name), int(call), int(tensor)]:
+                return [name, call + (name in moved), tensor]
+            case dict():
+                return {key: counted(end) for key, end in ends.items()}
+            case _:
+                return [counted(end) for end in ends]
+
+    return {**config, "output_layers": counted(config["output_layers"])}
 
 
 def _names(model, variables) -> list[str]:
     """Paths below the model's own name, made unique."""
-    names, seen, places = [], collections.Counter(), _places(model)
+    names, seen = [], collections.Counter()
     for v in variables:
-        parts = v.path.removeprefix(f"{model.name}/").split("/")
-        name = "/".join(places.get(part, part) for part in parts)
+        name = v.path.removeprefix(f"{model.name}/")
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

@@ -2,11 +2,14 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
+import reprlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
 import filelock
@@ -16,6 +19,7 @@ import tensorflow as tf
 
 from tfmiracle import progress
 from tfmiracle.callbacks import CompressionCallback, plain_logs
+from tfmiracle.environment import environment
 from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import posteriors
 
@@ -31,6 +35,10 @@ _NAMES = {
 # as the last one took to write.
 _CHECKPOINT_SECONDS = 20.0
 _CHECKPOINT_SHARE = 100
+_HINT_ON_NAMES = (
+    " Keras numbers layers on from what was built before in the process: name them, or "
+    "call `keras.utils.clear_session()` before the model is built."
+)
 
 
 class Run:
@@ -41,7 +49,8 @@ class Run:
     working directory says is done. The state of a phase that was broken off
     (variables of model and optimizer, random state, place in the data, blocks coded) is
     restored from the last checkpoint, so that the result is the same as without the
-    interruption. Checkpoints are written atomically, and take about 1 % of the time.
+    interruption; in another environment it is not, and a warning tells. Checkpoints are
+    written atomically, and take about 1 % of the time.
 
     Use it as a context manager, which holds the lock of the working directory.
 
@@ -72,6 +81,8 @@ class Run:
         self.curve = []
         self.result = None
         self._settings = json.loads(json.dumps(settings))
+        found = environment()
+        self._environment = {**found["versions"], **found["machine"]}
         self._verbose = verbose
         self._seconds_before = 0.0
         self._steps_before = 0
@@ -119,16 +130,23 @@ class Run:
             self._coding = saved["coding"]
         else:
             return
-        if saved["settings"] != self._settings:
-            keys = sorted(
-                key
-                for key in saved["settings"].keys() | self._settings.keys()
-                if saved["settings"].get(key) != self._settings.get(key)
-            )
+        found = _differences(saved["settings"], self._settings)
+        if found:
+            hint = _HINT_ON_NAMES if "/name was" in found else ""
             raise ValueError(
                 f"The working directory {self.workdir} holds a run of other settings: "
-                f"{', '.join(keys)} differ. Choose another one, or delete it."
+                f"{found}. Choose another one, or delete it.{hint}"
             )
+        if self.result is None:
+            found = _differences(saved.get("environment", {}), self._environment)
+            if found:
+                warnings.warn(
+                    f"The run in {self.workdir} goes on elsewhere than it was begun: "
+                    f"{found}. Its result will be that of neither alone. Go on where "
+                    "it was begun, or delete the folder to start again, if it must be "
+                    "reproducible.",
+                    stacklevel=4,
+                )
         self.stages = saved["stages"]
         self.curve = saved["curve"]
         self._seconds_before = saved["seconds"]
@@ -151,6 +169,7 @@ class Run:
         steps: int,
         callbacks: Sequence[keras.callbacks.Callback] = (),
         coding: CompressionCallback | None = None,
+        class_weight: dict[int, float] | None = None,
     ) -> None:
         """Trains a compiled model for `steps`, and codes it if `coding` is given.
 
@@ -161,6 +180,7 @@ class Run:
           steps: number of steps, rounded up to whole executions.
           callbacks: further callbacks for `fit`.
           coding: the callback that codes.
+          class_weight: see `fit`.
 
         Raises:
           ValueError: if the loss is not finite, or the data ends too soon.
@@ -187,13 +207,14 @@ class Run:
                 batches(phase, start),
                 steps_per_epoch=total - start,
                 shuffle=False,
+                class_weight=class_weight,
                 verbose=0 if in_lines else verbose,
                 callbacks=[*coders, record, *callbacks],
             )
             if record.step < total and not model.stop_training:
                 raise ValueError(
                     f"The data ended after {record.step} of {total} steps of {phase} "
-                    "training. Is the dataset empty?"
+                    "training. Is the dataset empty, or a generator that ends?"
                 )
         elif coders:  # nothing to train, but all to code
             everything = keras.callbacks.CallbackList(
@@ -242,6 +263,7 @@ class Run:
             return
         state = {
             "settings": self._settings,
+            "environment": self._environment,
             "phase": phase,
             "step": step,
             "stages": self.stages,
@@ -322,6 +344,26 @@ def _kl_of_blocks(model):
         "max_kl_bits": float(np.max(kl_bits)),
         "over_budget": sum(int(np.sum(p.is_over_budget(kl))) for kl, p in found),
     }
+
+
+def _differences(then: dict, now: dict) -> str:
+    keys = sorted(then.keys() | now.keys())
+    found = [_difference(then.get(key), now.get(key), key) for key in keys]
+    return "; ".join(filter(None, found))
+
+
+def _difference(then, now, place: str) -> str | None:
+    """Says where two structures differ first."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        keys = sorted(then.keys() | now.keys())
+        pairs = [(then.get(key), now.get(key), f"{place}/{key}") for key in keys]
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        pairs = [(*pair, f"{place}/{i}") for i, pair in enumerate(zip(then, now))]
+    elif then == now:
+        return None
+    else:
+        return f"{place} was {reprlib.repr(then)} and is {reprlib.repr(now)}"
+    return next(filter(None, itertools.starmap(_difference, pairs)), None)
 
 
 def _variables(model):

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import platform
 import signal
 import sys
 import threading
@@ -19,17 +18,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfmiracle
 from tfmiracle.architectures import ARCHITECTURES, new_network
 from tfmiracle.augmentation import check_shift
 from tfmiracle.coded_posterior import CodedPosterior
-from tfmiracle.coding.minimal_random import usable_cores
-from tfmiracle.compression import CompressionResult, checksum, compress
+from tfmiracle.compression import CompressionResult, compress
+from tfmiracle.data import checksum
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
+from tfmiracle.environment import environment, usable_cores
+from tfmiracle.loading import accuracy_of, to_network
 from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import VariationalModel
-from tfmiracle.network import accuracy_of, to_network
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks
@@ -339,20 +338,7 @@ def _record(study, recipe, result: CompressionResult, data):
     last = result.curve[-1]["step"] if result.curve else 0
     return {
         **_identity(study, recipe, checksum(_arrays(data))),
-        "versions": {
-            "tfmiracle": tfmiracle.__version__,
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "processor": _processor(),
-            "cores": usable_cores(),
-            "threads": tf.config.threading.get_intra_op_parallelism_threads()
-            or usable_cores(),
-            "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "not set"),
-        },
+        **environment(),
         "seconds": round(result.seconds, 1),
         "sizes": {
             "file_bytes": result.file_bytes,
@@ -437,15 +423,6 @@ def _pruning(file, posterior, seed, data):
         }
         for strategy, orders in seeds.items()
     }
-
-
-def _processor():
-    """Model of the processor, where the system tells it."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(": ")[1] for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
 
 
 class _Progress(keras.callbacks.Callback):

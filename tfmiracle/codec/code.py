@@ -135,10 +135,11 @@ class MinimalRandomCode(RandomCode):
         return self.block_bits
 
     def check(self, codes: np.ndarray) -> None:
-        if np.any((codes < 0) | (codes >= 2**self.block_bits)):
+        last = 2**self.block_bits - 1
+        if codes.dtype.kind not in "iu" or np.any((codes < 0) | (codes > last)):
             raise ValueError(
-                f"`codes` must be from 0 to {2**self.block_bits - 1}, which "
-                f"{self.block_bits} bits can say. Received: codes={codes}"
+                f"`codes` must be integers from 0 to {last}, which {self.block_bits} "
+                f"bits can say. Received: codes={codes}"
             )
 
     def candidates(

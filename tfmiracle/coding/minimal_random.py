@@ -27,6 +27,7 @@ from tfmiracle import philox
 from tfmiracle.codebook import PER_CALL, normal_quantiles, normals, symmetry
 from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.coding.coder import CODERS, Coder, EncodedBlocks
+from tfmiracle.environment import usable_cores
 from tfmiracle.philox import Domain
 
 SELECTIONS = ("sample", "largest_weight")
@@ -351,13 +352,6 @@ def _pool(workers: int) -> concurrent.futures.ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # The compiled passes over a codebook. XLA computes a value anew in each loop that uses

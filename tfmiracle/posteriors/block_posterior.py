@@ -7,14 +7,17 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec.code import RandomCode
-from tfmiracle.codec.prior import Prior, ZeroMean, weights
+from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean, weights
 from tfmiracle.coding.coder import Coder
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
+from tfmiracle.keras_internals import own_variables
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.mean_kl import kl_from_standardized
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.coded_blocks import CodedBlocks
 from tfmiracle.posteriors.coding_distribution import CodingDistribution
+from tfmiracle.posteriors.fingerprint import Fingerprint
+from tfmiracle.posteriors.noise import NoiseSeed
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.posteriors.tensors import LayoutTensors, compiled, float_weight, of_slot
 from tfmiracle.recipe import DEFAULTS, Recipe
@@ -43,6 +46,10 @@ class BlockPosterior(keras.layers.Layer):
       kl_bits: the budget, KL(Q || P) of each block in bits; by default the bits of its
         code, as in the paper.
       log_scale_rate: see `CodingDistribution`.
+      noise_seed: seed of the noise in training; by default that of the layout.
+
+    What its weights mean depends on the layout and the options. So these have a
+    `Fingerprint` among the weights, and weights with another one are refused.
     """
 
     # Whether it has a variance, without which there is nothing to code.
@@ -56,6 +63,7 @@ class BlockPosterior(keras.layers.Layer):
         prior: Prior | None = None,
         kl_bits: float | None = None,
         log_scale_rate: float = DEFAULTS.log_scale_rate,
+        noise_seed: int | None = None,
         **kwargs,
     ):
         super().__init__(dtype="float32", autocast=False, **kwargs)
@@ -67,10 +75,21 @@ class BlockPosterior(keras.layers.Layer):
         if kl_bits is None:
             kl_bits = self.code.bits(layout.block_size)
         self.kl_bits = float(kl_bits)
-        self.noise_seed = keras.random.SeedGenerator(layout.seed % 2**31)
+        noise_seed = layout.seed if noise_seed is None else noise_seed
+        self.noise_seed = NoiseSeed(noise_seed % 2**31)
         self.p = CodingDistribution(layout, prior or ZeroMean(), log_scale_rate)
         self._create_parameters()
         self.coded = CodedBlocks(layout, self.code)
+        meaning = [
+            PARAMETERIZATIONS.serialize(parameterization.meaning()),
+            (layout.seed, layout.block_size),
+            [(v.shape, v.hash_factor, v.scale_index) for v in layout.variables],
+            (self.code.identifier, self.code.parameters()),
+            PRIORS.serialize(self.p.prior),
+            (self.kl_bits, log_scale_rate),
+        ]
+        with keras.name_scope(self.name):
+            self._fingerprint = Fingerprint(meaning)
         with tf.init_scope():
             self._tensors = LayoutTensors(layout, self.p.loc)
         self._compiled_values = compiled(self._values)
@@ -84,6 +103,13 @@ class BlockPosterior(keras.layers.Layer):
     @property
     def block_shape(self) -> tuple[int, int]:
         return self.layout.num_blocks, self.layout.block_size
+
+    def load_own_variables(self, store):
+        # Before any of them is assigned.
+        for key, variable in enumerate(own_variables(self)):
+            if variable is self._fingerprint and str(key) in store:
+                variable.check(store[str(key)])
+        super().load_own_variables(store)
 
     def _add(self, name, shape, trainable=True, value=0.0):
         return float_weight(self, name, shape, trainable, value)
@@ -296,10 +322,23 @@ class BlockPosterior(keras.layers.Layer):
           codes: the code of each block, see `RandomCode`.
 
         Raises:
-          ValueError: if the coding scale is not final yet, or a code is out of range.
+          ValueError: if the coding scale is not final yet, or a number is out of range.
         """
         blocks, codes = np.asarray(blocks), np.asarray(codes)
+        count = self.layout.num_blocks
+        if blocks.dtype.kind not in "iu" or np.any((blocks < 0) | (blocks >= count)):
+            raise ValueError(
+                f"`blocks` must be integers from 0 to {count - 1}. "
+                f"Received: blocks={blocks}"
+            )
         self.code.check(codes)
+        expected = (len(blocks), *self.code.shape(self.layout.block_size))
+        if codes.shape != expected:
+            raise ValueError(
+                "`codes` must have a row for each of `blocks`. Received: arrays of "
+                f"shapes {blocks.shape} and {codes.shape}, where the code makes that "
+                f"{expected}"
+            )
         if not self.p.is_final:
             raise ValueError(
                 "The coding scale is still trained. Call `finalize_coding_scale()` "
@@ -328,6 +367,7 @@ def posterior_over(
     log_scale: float = DEFAULTS.log_scale,
     warm_log_scale: float = DEFAULTS.warm_log_scale,
     log_scale_rate: float = DEFAULTS.log_scale_rate,
+    noise_seed: int | None = None,
 ) -> BlockPosterior:
     """Builds a posterior over Keras variables, started at their present values.
 
@@ -335,7 +375,7 @@ def posterior_over(
       variables: the variables.
       parameterization: a `Parameterization` or the name of one.
       block_size, seed: see `WeightLayout`.
-      coder, prior, kl_bits, log_scale_rate: see `BlockPosterior`.
+      coder, prior, kl_bits, log_scale_rate, noise_seed: see `BlockPosterior`.
       hash_factors: hash factor of each variable, 1 by default; see `CodedVariable`.
       scale_groups: a name for each variable; those with the same name share a coding
         scale. By default, those of the same layer do.
@@ -365,6 +405,7 @@ def posterior_over(
         prior=prior,
         kl_bits=kl_bits,
         log_scale_rate=log_scale_rate,
+        noise_seed=noise_seed,
         name="posterior",
     )
     posterior.initialize(

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfmiracle.codec.code import RandomCode
 from tfmiracle.layout import WeightLayout
@@ -50,4 +51,19 @@ class CodedBlocks(keras.layers.Layer):
             (self.decoded, decoded),
             (self.codes, codes.astype(np.int32)),
         ):
-            variable.value.scatter_nd_update(rows, values)
+            for replica in _replicas(variable):
+                replica.scatter_nd_update(rows, values)
+
+
+def _replicas(variable: keras.Variable) -> list[tf.Variable]:
+    """The copies of a variable under a `tf.distribute.Strategy`, or the only one.
+
+    Each replica assigns to its own copy (Keras' default). What training assigns in a
+    posterior depends on nothing but such variables, so that the copies stay the same;
+    to wait for the other replicas in the middle of a step would mix up the losses that
+    Keras collects.
+    """
+    value = variable.value
+    if isinstance(value, tf.distribute.DistributedValues):
+        return list(value.values)
+    return [value]

@@ -50,6 +50,14 @@ class Parameterization(abc.ABC):
           A `BlockPosterior`, not started yet (`BlockPosterior.initialize`).
         """
 
+    def meaning(self) -> "Parameterization":
+        """The same with the defaults for what only training depends on.
+
+        Weights of a posterior may be loaded into another one whose parameterization has
+        the same meaning.
+        """
+        return self
+
     def for_steps(self, train_steps: int) -> "Parameterization":
         """The same with what depends on the length of training, where it is open."""
         return self
@@ -95,6 +103,9 @@ class MeanKL(Parameterization):
         module = importlib.import_module("tfmiracle.posteriors.mean_kl_posterior")
         return module.MeanKLPosterior(layout, self, **options)
 
+    def meaning(self) -> "MeanKL":
+        return MeanKL(quota_rate=self.quota_rate)
+
     def for_steps(self, train_steps: int) -> "MeanKL":
         if self.annealing_steps is not None:
             return self
@@ -127,6 +138,9 @@ class MeanVar(Parameterization):
     def posterior(self, layout, **options):
         module = importlib.import_module("tfmiracle.posteriors.mean_var_posterior")
         return module.MeanVarPosterior(layout, self, **options)
+
+    def meaning(self) -> "MeanVar":
+        return MeanVar(log_stddev_rate=self.log_stddev_rate)
 
     def scaled(self, scale: float) -> "MeanVar":
         # So that annealing covers the same range.
