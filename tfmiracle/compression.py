@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import miracle_file
-from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.coding_loop import CodingLoop
 from tfmiracle.data import (
     checksum,
     read_data,
@@ -59,7 +59,7 @@ class CompressionResult:
       stages: stage -> metrics on the validation data, for the stages "original",
         "warmup" (deterministic, hashed), "posterior_mean", "posterior_sample" and
         "decoded". Empty without validation data.
-      history: one dict per round of coding, see `CompressionCallback`.
+      history: one dict per round of coding, see `CodingLoop`.
       curve: loss, metrics and KL over the steps, see `Run`.
       seconds: time taken.
     """
@@ -264,8 +264,8 @@ def compress(
 
     with Run(workdir, settings, verbose) as run:
         if run.result is None:
-            # The callback is made before anything trains: it checks its arguments.
-            callback = CompressionCallback(
+            # Made before anything trains: it checks its arguments.
+            coding = CodingLoop(
                 made[0],
                 recipe.blocks_per_round,
                 recipe.finetune_steps,
@@ -291,12 +291,10 @@ def compress(
             evaluate("posterior_mean", variational)
             evaluate("posterior_sample", compiled(variational.materialize(sample=True)))
             compiled(variational, finetune_learning_rate)
-            steps = callback.steps_needed(variational)
-            run.train(
-                variational, "coding", batches, steps, **training, coding=callback
-            )
+            steps = coding.steps_needed(variational)
+            run.train(variational, "coding", batches, steps, **training, coding=coding)
             evaluate("decoded", decoded())
-            run.finish({"history": callback.history})
+            run.finish({"history": coding.history})
         for output, source in zip(outputs, made, strict=True):
             if not _is_copied(source, output):
                 miracle_file.write_atomically(output, source.read_bytes(), overwrite)

@@ -18,7 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import progress
-from tfmiracle.callbacks import CompressionCallback, plain_logs
+from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.coding_loop import CodingLoop, plain_logs
 from tfmiracle.environment import environment
 from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import posteriors
@@ -168,7 +169,7 @@ class Run:
         batches: Callable[[str, int], tf.data.Dataset],
         steps: int,
         callbacks: Sequence[keras.callbacks.Callback] = (),
-        coding: CompressionCallback | None = None,
+        coding: CodingLoop | None = None,
         class_weight: dict[int, float] | None = None,
     ) -> None:
         """Trains a compiled model for `steps`, and codes it if `coding` is given.
@@ -179,7 +180,7 @@ class Run:
           batches: (phase, step) -> the endless batches of the phase from there on.
           steps: number of steps, rounded up to whole executions.
           callbacks: further callbacks for `fit`.
-          coding: the callback that codes.
+          coding: what codes.
           class_weight: see `fit`.
 
         Raises:
@@ -196,7 +197,6 @@ class Run:
             self._restore(model)
             if coding is not None:
                 coding.resume(self._coding)
-        coders = [] if coding is None else [coding]
         self._say(phase, start, total)
         if start < total:
             # The coding says itself how many blocks are left.
@@ -209,19 +209,20 @@ class Run:
                 shuffle=False,
                 class_weight=class_weight,
                 verbose=0 if in_lines else verbose,
-                callbacks=[*coders, record, *callbacks],
+                callbacks=[
+                    *([CompressionCallback(coding)] if coding else []),
+                    record,
+                    *callbacks,
+                ],
             )
             if record.step < total and not model.stop_training:
                 raise ValueError(
                     f"The data ended after {record.step} of {total} steps of {phase} "
                     "training. Is the dataset empty, or a generator that ends?"
                 )
-        elif coders:  # nothing to train, but all to code
-            everything = keras.callbacks.CallbackList(
-                [*coders, *callbacks], model=model, verbose=0, epochs=0, steps=0
-            )
-            everything.on_train_begin()
-            everything.on_train_end()
+        elif coding:  # nothing to train, but all to code
+            coding.start(model)
+            coding.finish()
         self._steps_before += total
 
     def finish(self, result: dict) -> None:
