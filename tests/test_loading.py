@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support import run_python
+from support import GOLDEN, run_python
 
+import tfmiracle
 from tfmiracle import allowed, loading
 from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.loading import build_network, to_network
@@ -493,7 +494,6 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 def test_loading_needs_keras_and_numpy_only(tmp_path):
     from support import fix_all
 
-    import tfmiracle
     from tfmiracle.network import to_file
 
     net = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dense(3)])
@@ -503,3 +503,28 @@ def test_loading_needs_keras_and_numpy_only(tmp_path):
     process = run_python(ALONE, tmp_path / "net.miracle", without=others)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip() == "53"
+
+
+def test_loading_without_tensorflow_under_another_backend():
+    """A file loads where TensorFlow cannot be imported, with the same weights."""
+    pytest.importorskip("jax", reason="needs jax, of the tests' dependencies")
+    script = (
+        "import os, sys\n"
+        "os.environ['KERAS_BACKEND'] = 'jax'\n"
+        "import numpy as np, keras, tfmiracle\n"
+        "from tfmiracle.decoder import decode\n"
+        "model = tfmiracle.load(sys.argv[1])\n"
+        "assert keras.backend.backend() == 'jax' and 'tensorflow' not in sys.modules\n"
+        "found = decode(sys.argv[1]).weights.values()\n"
+        "for variable, value in zip(model.weights, found, strict=True):\n"
+        "    np.testing.assert_array_equal(variable, value)\n"
+        "x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)\n"
+        "print(np.asarray(model(x)).tolist())\n"
+    )
+    path = GOLDEN / "per_block.miracle"
+    blocked = ("tensorflow", "tensorflow_probability")
+    result = run_python(script, path, without=blocked)
+    assert result.returncode == 0, result.stderr
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+    expected = tfmiracle.load(path)(x)
+    np.testing.assert_allclose(json.loads(result.stdout), expected, rtol=1e-5)
