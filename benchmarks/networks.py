@@ -245,7 +245,6 @@ def one_shot(job):
     coding = tfmiracle.CompressionCallback(
         job.path("one_shot.miracle"),
         blocks_per_round=2**31,
-        selection=job.recipe.selection,
         recalibration_data=job.calibration(),
         overwrite=True,
     )

@@ -23,7 +23,8 @@ from tfmiracle.datasets import load_dataset
 from tfmiracle.miracle_file import MiracleFile
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
-from tfmiracle.posteriors.mean_var_posterior import MeanVarPosterior
+from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
+from tfmiracle.recipe import PAPER_MEAN_VAR
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(
@@ -829,15 +830,9 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("learning_rate", [0.0, -1.0, np.nan, np.inf]),
         ("warmup_learning_rate", [0.0, np.nan]),
         ("finetune_learning_rate", [0.0, np.nan]),
-        ("quota_rate", [0.0, np.nan]),
-        ("initial_budget", [0.5, np.nan]),
         ("log_scale_rate", [0.0, np.inf]),
         ("log_scale", [np.nan, np.inf]),
         ("warm_log_scale", [np.nan, np.inf]),
-        ("log_stddev", [np.nan, np.inf]),
-        ("log_stddev_rate", [0.0, np.inf]),
-        ("beta", [0.0, np.nan]),
-        ("beta_rate", [0.0, np.inf]),
         ("l2", [-1.0, np.nan, np.inf]),
         ("parameterization", ["deterministic", "mean", None]),
         ("kl_bits", [-1.0, np.nan, np.inf]),
@@ -859,12 +854,15 @@ def test_changes_are_what_differs_from_the_defaults():
     changes = {"block_size": 7, "warm_start": False, "kl_bits": 3.5}
     assert Recipe(**changes).changes() == changes
     assert Recipe(**PAPER.changes()) == PAPER
-    json.dumps(PAPER.changes())
+    assert Recipe(parameterization="mean_kl") == Recipe()
+    assert json.loads(json.dumps(PAPER.settings()))["quota_rate"] == 1.0
 
 
 def test_the_budget_falls_in_the_first_half():
-    options = Recipe(initial_budget=4.0, train_steps=701).posterior_options()
-    assert (options["initial_budget"], options["annealing_steps"]) == (4.0, 350)
+    posterior = Recipe(parameterization=MeanKL(initial_budget=4.0), train_steps=701)
+    assert posterior.posterior == MeanKL(initial_budget=4.0, annealing_steps=350)
+    posterior = Recipe(parameterization=MeanKL(annealing_steps=7), train_steps=701)
+    assert posterior.posterior == MeanKL(annealing_steps=7)
 
 
 def test_default_learning_rates_suit_the_parameterization():
@@ -886,12 +884,8 @@ def test_the_paper():
         warmup_steps=0,
         train_steps=100_000,
         learning_rate=1e-3,
-        quota_rate=1.0,
+        parameterization=MeanKL(quota_rate=1.0),
         log_scale_rate=1.0,
-        log_stddev=-10.0,
-        log_stddev_rate=1.0,
-        beta=1e-8,
-        beta_rate=5e-5,
         decay="constant",
         warm_start=False,
         log_scale=-2.0,
@@ -901,6 +895,7 @@ def test_the_paper():
         seed=0,
     )
     assert expected == PAPER
+    assert MeanVar(-10.0, 1.0, 1e-8, 5e-5) == PAPER_MEAN_VAR
 
 
 def flags_of(path):
@@ -928,8 +923,7 @@ def test_configurations_are_valid(path):
 @pytest.mark.parametrize("block_size", [20, 30, 40])
 def test_configurations_of_the_paper(block_size):
     values, recipe = flags_of(CONFIGS / f"lenet5_mnist_b{block_size}.flags")
-    unused = {name: getattr(Recipe(), name) for name in MeanVarPosterior.OPTIONS}
-    assert recipe == dataclasses.replace(PAPER, block_size=block_size, **unused)
+    assert recipe == dataclasses.replace(PAPER, block_size=block_size)
     assert values.model == "lenet5"
     assert cli._rules(values.rules) == {
         "conv2/kernel": "hash=2",

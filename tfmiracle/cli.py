@@ -293,8 +293,9 @@ def _define_options(values, cls, without=(), prefix=""):
             bool: flags.DEFINE_bool,
             str: flags.DEFINE_string,
         }[types[0]]
+        default = getattr(field.default, "identifier", field.default)
         text = prefix + field.metadata["help"]
-        define(field.name, field.default, text, flag_values=values)
+        define(field.name, default, text, flag_values=values)
 
 
 def _compress(values):

@@ -160,7 +160,7 @@ class CodingLoop:
                 "`tfmiracle.VariationalModel`, or build it from layers such as "
                 "MeanKLDense."
             )
-        if not all(posterior.codable for posterior, _ in parts):
+        if not all(posterior.parameterization.codable for posterior, _ in parts):
             raise ValueError(
                 f"{model.name!r} is deterministic: it has no posterior to code. "
                 "Build the VariationalModel with parameterization='mean_kl'."

@@ -37,7 +37,7 @@ class Recipe:
     """
 
     parameterization: str | Parameterization = option(
-        "mean_kl",
+        MeanKL(),
         "'mean_kl', or 'mean_var', which did better in a ResNet-20; in Python also an "
         "object that says more, such as MeanKL(quota_rate=1.0).",
     )
@@ -143,14 +143,20 @@ class Recipe:
     seed: int = option(0, "unsigned 64-bit integer; everything random depends on it.")
 
     def __post_init__(self):
-        PARAMETERIZATIONS.get(self.parameterization)
+        parameterization = PARAMETERIZATIONS.get(self.parameterization)
+        if not parameterization.codable:
+            raise ValueError(
+                f"`parameterization` {parameterization.identifier!r} has nothing to "
+                "code. Use 'mean_kl' or 'mean_var'."
+            )
+        object.__setattr__(self, "parameterization", parameterization)
         check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
 
     @property
     def posterior(self) -> Parameterization:
         """The parameterization, its open options chosen for the length of training."""
-        return PARAMETERIZATIONS.get(self.parameterization).for_steps(self.train_steps)
+        return self.parameterization.for_steps(self.train_steps)
 
     @property
     def learning_rates(self) -> tuple[float, float]:
@@ -181,12 +187,11 @@ class Recipe:
 
     def settings(self) -> dict:
         """All options, as JSON can say them, and those of the parameterization."""
-        parameterization = PARAMETERIZATIONS.get(self.parameterization)
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        found["parameterization"] = parameterization.identifier
+        found["parameterization"] = self.parameterization.identifier
         if isinstance(self.coder, Coder):
             found["coder"] = CODERS.serialize(self.coder)
-        return {**found, **parameterization.get_config()}
+        return {**found, **self.parameterization.get_config()}
 
     def changes(self) -> dict:
         """The options that differ from the defaults."""

@@ -335,7 +335,7 @@ def _kl_of_blocks(model):
     found = [
         (posterior.block_kl().numpy()[~posterior.fixed] / math.log(2), posterior)
         for posterior, _ in posteriors(model)
-        if posterior.codable
+        if posterior.parameterization.codable
     ]
     kl_bits = np.concatenate([np.zeros(0), *(kl for kl, _ in found)])
     if not len(kl_bits):

@@ -115,7 +115,7 @@ class Study:
             block_size=block_size,
             seed=seed,
         )
-        is_mean_var = recipe.posterior.identifier == "mean_var"
+        is_mean_var = recipe.parameterization.identifier == "mean_var"
         if is_mean_var and self.mean_var_train_steps is not None:
             recipe = dataclasses.replace(recipe, train_steps=self.mean_var_train_steps)
         steps = {
@@ -127,7 +127,7 @@ class Study:
 
 def cell_name(recipe: Recipe) -> str:
     """Name of a run of a study, as in "mean_kl_b20_s0"."""
-    return f"{recipe.posterior.identifier}_b{recipe.block_size}_s{recipe.seed}"
+    return f"{recipe.parameterization.identifier}_b{recipe.block_size}_s{recipe.seed}"
 
 
 def run_study(
@@ -260,7 +260,7 @@ def _check_record(study, path, checksums):
 def _identity(study, recipe, checksums):
     return {
         "format": RECORD_FORMAT,
-        "parameterization": recipe.posterior.identifier,
+        "parameterization": recipe.parameterization.identifier,
         "block_size": recipe.block_size,
         "seed": recipe.seed,
         "scale": study.scale,
@@ -442,7 +442,7 @@ class _Progress(keras.callbacks.Callback):
         self._later = 0
         if not self.model.block_posterior.fixed.any():
             self._later += self._finetune_steps(self._recipe)
-        if not self.model.block_posterior.codable:
+        if not self.model.block_posterior.parameterization.codable:
             self._later += self._recipe.train_steps
         names = [cell_name(recipe) for recipe in self._study.cells()]
         todo = [

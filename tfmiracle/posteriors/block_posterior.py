@@ -52,9 +52,6 @@ class BlockPosterior(keras.layers.Layer):
     `Fingerprint` among the weights, and weights with another one are refused.
     """
 
-    # Whether it has a variance, without which there is nothing to code.
-    codable = True
-
     def __init__(
         self,
         layout: WeightLayout,

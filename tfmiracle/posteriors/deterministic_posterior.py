@@ -15,8 +15,6 @@ class DeterministicPosterior(BlockPosterior):
     It gives a trained start to the other posteriors; there is nothing to code.
     """
 
-    codable = False
-
     def _create_parameters(self):
         self.loc = self._add("loc", self.block_shape)
 

@@ -33,10 +33,12 @@ class Parameterization(abc.ABC):
     Attributes:
       identifier: its name.
       learning_rate: of the means with Adam, where nothing else is said.
+      codable: whether Q has a variance, without which there is nothing to code.
     """
 
     identifier: ClassVar[str]
     learning_rate: ClassVar[float] = 1e-2
+    codable: ClassVar[bool] = True
 
     @abc.abstractmethod
     def posterior(self, layout, **options):
@@ -153,6 +155,7 @@ class Deterministic(Parameterization):
     """No noise and no budget: prepares a warm start; there is nothing to code."""
 
     identifier: ClassVar[str] = "deterministic"
+    codable: ClassVar[bool] = False
 
     def posterior(self, layout, **options):
         module = importlib.import_module("tfmiracle.posteriors.deterministic_posterior")
