@@ -13,6 +13,7 @@ from absl import flags
 
 from tfmiracle import PAPER, Recipe, cli, study
 from tfmiracle.architectures import ARCHITECTURES
+from tfmiracle.posteriors.parameterization import MeanVar
 from tfmiracle.study import Study, cell_name, run_study
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "paper_table1.flags"

@@ -483,7 +483,7 @@ def _page(records, texts, figures):
         )
 
     settings = [["Setting", *PARAMETERIZATIONS.values()]]
-    for key in first["settings"]:
+    for key in dict.fromkeys(key for r in records for key in r["settings"]):
         found = [[r["settings"] for r in runs(records, p)] for p in PARAMETERIZATIONS]
         settings.append([key, *(_distinct(values, key) for values in found)])
     software = [["What", "Values"]]
