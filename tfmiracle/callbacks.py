@@ -10,11 +10,17 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 
+import tfmiracle
 from tfmiracle import miracle_file
 from tfmiracle.coding.minimal_random import SELECTIONS
 from tfmiracle.decoder import decode
 from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import check_network, coded_posterior, to_file
+from tfmiracle.network import (
+    check_network,
+    coded_posterior,
+    round_stored,
+    to_file,
+)
 from tfmiracle.posterior import DeterministicPosterior
 from tfmiracle.recalibration import recalibrate
 
@@ -48,8 +54,12 @@ class CompressionCallback(keras.callbacks.Callback):
         BatchNormalization are taken anew when all is coded; see `recalibrate`.
       posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
         coded, which diagnostics and pruning need; by default nowhere.
-      metadata: further entries for the file's metadata; anything JSON can say, up to
-        1 MiB.
+      metadata: entries for the file's metadata; anything JSON can say, up to 1 MiB.
+      architecture: whether the file says how the network is built. Without it the file
+        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
+      record_path: where to write, as JSON, how the file was made: version of tfmiracle,
+        parameterization, budget, selection, and `record`; by default nowhere.
+      record: further entries of that.
       verbose: 0 for silence, 1 for a progress bar over blocks where `fit` itself shows
         none (`verbose=0`).
 
@@ -74,6 +84,9 @@ class CompressionCallback(keras.callbacks.Callback):
         recalibration_data: Iterable | None = None,
         posterior_path: str | os.PathLike | None = None,
         metadata: dict | None = None,
+        architecture: bool = True,
+        record_path: str | os.PathLike | None = None,
+        record: dict | None = None,
         verbose: int = 1,
     ):
         super().__init__()
@@ -109,12 +122,15 @@ class CompressionCallback(keras.callbacks.Callback):
         self.recalibration_data = recalibration_data
         self.posterior_path = posterior_path
         self.metadata = dict(metadata or {})
+        self.architecture = architecture
+        self.record_path = record_path
+        self.record = dict(record or {})
         self.verbose = verbose
         self.history = []
         self.file = None
         self.file_bytes = None
         self._resumed = None
-        for path in filter(None, (self.filepath, posterior_path)):
+        for path in filter(None, (self.filepath, posterior_path, record_path)):
             miracle_file.check_output(path, overwrite)
 
     def steps_needed(self, model: keras.Model) -> int:
@@ -263,7 +279,8 @@ class CompressionCallback(keras.callbacks.Callback):
     def _finish(self):
         if self.recalibration_data is not None:
             recalibrate(self.model, self.recalibration_data)
-        self.file = to_file(self.model, {"selection": self.selection, **self.metadata})
+        round_stored(self.model)
+        self.file = to_file(self.model, self.metadata, self.architecture)
         data = self.file.to_bytes()
         self._verify(data)
         over = sum(row["over_budget"] for row in self.history)
@@ -278,8 +295,23 @@ class CompressionCallback(keras.callbacks.Callback):
             )
         if self.posterior_path is not None:
             coded_posterior(self.model).write(self.posterior_path, self.overwrite)
+        if self.record_path is not None:
+            record = json.dumps(self._made_with(), indent=1) + "\n"
+            miracle_file.write_atomically(
+                self.record_path, record.encode(), self.overwrite
+            )
         miracle_file.write_atomically(self.filepath, data, self.overwrite)
         self.file_bytes = len(data)
+
+    def _made_with(self):
+        parts = self._posteriors
+        return {
+            "tfmiracle": tfmiracle.__version__,
+            "parameterization": [type(posterior).__name__ for posterior in parts],
+            "kl_bits": [getattr(posterior, "kl_bits", None) for posterior in parts],
+            "selection": self.selection,
+            **self.record,
+        }
 
     def _verify(self, data):
         """Decodes the bytes of the file and compares them with the model, exactly."""

@@ -32,6 +32,7 @@ from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import (
     DEFAULT_MAX_WEIGHTS,
+    Levels,
     MiracleFile,
     check_output,
     write_atomically,
@@ -398,8 +399,6 @@ def _sizes(file: MiracleFile, file_bytes):
             values[0] if values and values.count(values[0]) == len(values) else values
         )
 
-    kl_bits = file.metadata.get("kl_bits")
-
     return {
         "file_bytes": file_bytes,
         "payload_bytes": file.payload_bytes,
@@ -411,10 +410,8 @@ def _sizes(file: MiracleFile, file_bytes):
         "blocks": sum(g.layout.num_blocks for g in groups),
         "block_size": common(g.layout.block_size for g in groups),
         "block_bits": common(g.code.bits(g.layout.block_size) for g in groups),
-        "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
         "code": common(g.code.identifier for g in groups),
         "codebook": common(getattr(g.code, "codebook", None) for g in groups),
-        "selection": file.metadata.get("selection"),
     }
 
 
@@ -638,8 +635,11 @@ def _info(values, path):
     for name, place in zip(file.names, file.coded, strict=True):
         if place is None:
             value = next(stored)
-            shape, bits = value.shape, 8 * value.nbytes
-            treatment = f"stored as {value.dtype.name}"
+            shape = value.shape
+            if isinstance(value, Levels):
+                bits, treatment = 8 * value.size, "stored in levels"
+            else:
+                bits, treatment = 8 * value.nbytes, f"stored as {value.dtype.name}"
             reason = _reason(name, file.metadata.get("rules"))
         else:
             group = file.groups[place[0]]

@@ -19,7 +19,7 @@ from tfmiracle.datasets import as_arrays
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import seed_generators, walk
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import Levels, MiracleFile
 from tfmiracle.models import VariationalModel, plain_weights, posteriors
 from tfmiracle.network import (
     architecture_by_place,
@@ -90,6 +90,8 @@ def compress(
     metadata: dict | None = None,
     workdir: str | os.PathLike | None = None,
     keep_posterior: bool = False,
+    architecture: bool = True,
+    record: bool = False,
     overwrite: bool = False,
     verbose: int = 1,
 ) -> CompressionResult:
@@ -113,7 +115,7 @@ def compress(
         metrics, too, compare with `model`. The default loss is the cross-entropy of
         soft labels where `model` has one of hard labels, else the mean squared error.
       callbacks: further callbacks for every `fit`.
-      metadata: further entries for the file's metadata; anything JSON can say.
+      metadata: entries for the file's metadata; anything JSON can say.
       workdir: folder in which the run keeps its state. Killed at any moment and called
         again with the same arguments, `compress` goes on where it was and writes the
         same file; called after it has finished, it trains nothing. A `tf.data.Dataset`
@@ -121,6 +123,10 @@ def compress(
         nothing is kept.
       keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
         the file; see `CodedPosterior`.
+      architecture: whether the file says how the network is built. Without it the file
+        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
+      record: whether to write how the file was made, `recipe` and versions, as
+        `.record.json` beside the file.
       overwrite: whether existing files may be replaced.
       verbose: 0 for silence, 1 for progress bars.
 
@@ -136,11 +142,13 @@ def compress(
     outputs = [pathlib.Path(path)]
     if keep_posterior:
         outputs.append(outputs[0].with_suffix(".posterior.npz"))
+    if record:
+        outputs.append(outputs[0].with_suffix(".record.json"))
     made, begun = outputs, False
     if workdir is not None:
         folder = pathlib.Path(workdir)
-        names = ("coded.miracle", "coded.posterior.npz")
-        made = [folder / name for name in names[: len(outputs)]]
+        suffixes = ["".join(output.suffixes[-2:]) for output in outputs[1:]]
+        made = [folder / f"coded{suffix}" for suffix in (".miracle", *suffixes)]
         begun = any((folder / name).exists() for name in ("state.npz", "result.json"))
     for output, source in zip(outputs, made, strict=True):
         # What a run has made before it may make again, also in its own folder.
@@ -152,7 +160,7 @@ def compress(
             f"`model` must be a Keras model. Received: {type(model).__name__}"
         )
     net = _copy(model, recipe.seed)
-    architecture = plain_architecture(model)
+    description = plain_architecture(model)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
@@ -175,13 +183,22 @@ def compress(
     examples = _training_batches(data, recipe)
     batches = _shifted(examples, recipe) if recipe.max_shift else examples
     if target is not None:
-        size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
+        size = block_size_for(
+            net,
+            target,
+            recipe,
+            rules=rules,
+            metadata=metadata,
+            architecture=architecture,
+        )
         recipe = dataclasses.replace(recipe, block_size=size)
     settings = {
         "recipe": dataclasses.asdict(recipe),
         "rules": rules,
         "metadata": metadata,
         "keep_posterior": keep_posterior,
+        "architecture": architecture,
+        "record": record,
         "loss": _description(loss),
         "loss_weights": loss_weights,
         "metrics": _description(metrics),
@@ -212,7 +229,7 @@ def compress(
     def decoded():
         # Under the names that the layers had, by which losses may be given.
         found = decode(made[0], max_weights=None)
-        found = dataclasses.replace(found, architecture=architecture)
+        found = dataclasses.replace(found, architecture=description)
         return compiled(to_network(found))
 
     def schedule(learning_rate, steps):
@@ -235,7 +252,10 @@ def compress(
                 overwrite=overwrite or workdir is not None,
                 recalibration_data=_inputs(examples, recipe),
                 posterior_path=made[1] if keep_posterior else None,
-                metadata={"recipe": recipe.changes(), **(metadata or {})},
+                metadata=metadata,
+                architecture=architecture,
+                record_path=made[-1] if record else None,
+                record={"recipe": recipe.changes()},
                 verbose=verbose,
             )
             evaluate("original", compiled(net))
@@ -281,12 +301,13 @@ def block_size_for(
     *,
     rules: dict[str, str] | None = None,
     metadata: dict | None = None,
+    architecture: bool = True,
 ) -> int:
     """The smallest block size with which the file of `net` is no larger than `target`.
 
     Args:
       net: a built Keras model.
-      target, rules, metadata: see `compress`.
+      target, rules, metadata, architecture: see `compress`.
       recipe: `block_bits` and what else of it decides the size.
 
     Raises:
@@ -304,14 +325,10 @@ def block_size_for(
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()
     posterior.fix([0], [0])
-    file = to_file(probe, {"recipe": recipe.changes(), **(metadata or {})})
+    file = to_file(probe, metadata, architecture)
     # What is stored may compress less after training than it does now: as noise.
     noise = np.random.default_rng(0)
-    stored = [
-        np.frombuffer(noise.bytes(v.nbytes), v.dtype).reshape(v.shape)
-        for v in file.stored
-    ]
-    file = dataclasses.replace(file, stored=stored)
+    file = dataclasses.replace(file, stored=[_noise(v, noise) for v in file.stored])
     fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
     budget = target_bytes(target, file.num_weights)
     num_blocks = (budget - fixed) * 8 // max(recipe.block_bits, 1)
@@ -322,6 +339,16 @@ def block_size_for(
             f"{recipe.block_bits} bits."
         )
     return -(-posterior.layout.num_effective // num_blocks)
+
+
+def _noise(stored, random):
+    """A stored variable of the same kind that does not compress."""
+    if isinstance(stored, Levels):
+        least, most = (0 if stored.squared else -127), 128
+        levels = random.integers(least, most, stored.shape, np.int8)
+        return dataclasses.replace(stored, levels=levels)
+    noise = np.frombuffer(random.bytes(stored.nbytes), stored.dtype)
+    return noise.reshape(stored.shape)
 
 
 def target_bytes(target: str | int, num_weights: int) -> int:

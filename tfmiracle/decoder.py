@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 
+from tfmiracle.codec.parts import stored_values
 from tfmiracle.miracle_file import DEFAULT_MAX_WEIGHTS, CodedGroup, MiracleFile
 
 
@@ -15,13 +16,16 @@ class DecodedNetwork:
     Attributes:
       weights: name -> array, in the order of `model.weights` in Keras. Coded variables
         are float32, stored ones have the dtype they were stored in.
-      architecture: serialized Keras model, as Keras' JSON.
+      architecture: serialized Keras model, as Keras' JSON, or None if the file was
+        written without.
       metadata: what the writer of the file recorded.
+      fingerprint: of the architecture, where that is None.
     """
 
     weights: dict[str, np.ndarray]
-    architecture: dict
+    architecture: dict | None
     metadata: dict
+    fingerprint: int | None = None
 
 
 def decode(
@@ -54,10 +58,12 @@ def decoded_network(file: MiracleFile, blocks: list[np.ndarray]) -> DecodedNetwo
     ]
     stored = iter(file.stored)
     weights = {
-        name: next(stored) if place is None else groups[place[0]][place[1]]
+        name: stored_values(next(stored))
+        if place is None
+        else groups[place[0]][place[1]]
         for name, place in zip(file.names, file.coded, strict=True)
     }
-    return DecodedNetwork(weights, file.architecture, file.metadata)
+    return DecodedNetwork(weights, file.architecture, file.metadata, file.fingerprint)
 
 
 def decode_blocks(group: CodedGroup) -> np.ndarray:

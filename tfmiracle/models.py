@@ -36,8 +36,9 @@ class VariationalModel(keras.Model):
         many blocks at once faster.
       rules: pattern of a variable's path -> how it is treated, for example
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
-        is coded, and the rest stored as it is. A trainable variable that is stored is
-        trained as usual. See `tfmiracle.rules.Treatment`.
+        is coded, statistics of BatchNormalization are stored with 8 bits, and the rest
+        as it is. A trainable variable that is stored is trained as usual. See
+        `tfmiracle.rules.Treatment`.
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale: initial log standard deviation of the coding distribution, for a cold
         start.
@@ -109,7 +110,13 @@ class VariationalModel(keras.Model):
         if treatments is None:
             paths = [v.path for v in weights]
             codable = set(map(id, codable_variables(net)))
-            treated = treat(paths, [id(v) in codable for v in weights], rules)
+            statistics = statistics_ids(net)
+            treated = treat(
+                paths,
+                [id(v) in codable for v in weights],
+                rules,
+                [id(v) in statistics for v in weights],
+            )
         else:
             paths, texts = zip(*treatments)
             treated = [Treatment.parse(text) for text in texts]
@@ -320,6 +327,19 @@ def posteriors(
     for layer in children(model):
         found.update((id(part[0]), part) for part in posteriors(layer))
     return list(found.values())
+
+
+def statistics_ids(model: keras.Model) -> set[int]:
+    """`id` of every statistic that a BatchNormalization takes of its inputs.
+
+    Not of frozen ones, which are constants.
+    """
+    return {
+        id(v)
+        for layer in walk(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        for v in (layer.moving_mean, layer.moving_variance)
+    }
 
 
 def ids_under_posteriors(model: keras.Layer) -> set[int]:

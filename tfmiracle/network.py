@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfmiracle
+from tfmiracle.codec import version2
 from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
 from tfmiracle.decoder import DEFAULT_MAX_WEIGHTS, DecodedNetwork, decode
 from tfmiracle.keras_internals import walk
@@ -22,6 +22,7 @@ from tfmiracle.miracle_file import (
     MAX_METADATA_BYTES,
     CodedGroup,
     FileFormatError,
+    Levels,
     MiracleFile,
 )
 from tfmiracle.models import (
@@ -29,17 +30,22 @@ from tfmiracle.models import (
     ids_under_posteriors,
     plain_weights,
     posteriors,
+    statistics_ids,
 )
-from tfmiracle.rules import Treatment
+from tfmiracle.rules import STATISTICS, Treatment
 
 
-def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
+def to_file(
+    model: keras.Model, metadata: dict | None = None, architecture: bool = True
+) -> MiracleFile:
     """Collects what a `.miracle` file of a model holds.
 
     Args:
       model: a `VariationalModel`, or a model with variational layers, whose blocks are
         all fixed.
-      metadata: further entries for the file's metadata; anything JSON can say.
+      metadata: entries for the file's metadata, beside the rules about what is stored;
+        anything JSON can say.
+      architecture: whether the file says how the network is built; see `load`.
 
     Raises:
       ValueError: if the model has no posterior, or blocks that are not coded yet, or a
@@ -68,30 +74,35 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
         for posterior, _ in parts
     ]
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
-    rules, dtypes = {}, [None] * len(stored)
+    rules = {}
     if isinstance(model, VariationalModel):
-        dtypes, places = model.stored_dtypes, _places(model.net)
+        places = _places(model.net)
         for pattern, treatment in model.rules.items():
             if Treatment.parse(treatment).stored:  # the layout tells of the others
                 path = pattern.removeprefix(f"{model.net.name}/").split("/")
                 rules["/".join(places.get(part, part) for part in path)] = treatment
     _check_stored(model, stored)
-    stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
-    description = {
-        "tfmiracle": tfmiracle.__version__,
-        "parameterization": [type(posterior).__name__ for posterior, _ in parts],
-        "kl_bits": [getattr(posterior, "kl_bits", None) for posterior, _ in parts],
-        **({"rules": rules} if rules else {}),
-        **(metadata or {}),
-    }
+    dtypes = _stored_dtypes(model, stored)
+    description = architecture_by_place(model)
     return MiracleFile(
         _names(_plain(model), variables),
         coded,
         groups,
-        stored,
-        architecture_by_place(model),
-        description,
+        [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)],
+        description if architecture else None,
+        {**({"rules": rules} if rules else {}), **(metadata or {})},
+        None if architecture else version2.fingerprint(description),
     )
+
+
+def round_stored(model: keras.Model) -> None:
+    """Gives stored variables the values that a file of the model will hold."""
+    under = {id(v) for _, variables in posteriors(model) for v in variables}
+    stored = [v for v in plain_weights(model) if id(v) not in under]
+    for v, dtype in zip(stored, _stored_dtypes(model, stored), strict=True):
+        value = _storable(v, dtype)
+        if isinstance(value, Levels):
+            v.assign(value.values())
 
 
 def coded_posterior(model: keras.Model) -> CodedPosterior:
@@ -229,6 +240,7 @@ def load(
     path: str | os.PathLike,
     custom_objects: dict | None = None,
     max_weights: int | None = DEFAULT_MAX_WEIGHTS,
+    model: keras.Model | None = None,
 ) -> keras.Model:
     """Loads the network of a `.miracle` file as a plain Keras model.
 
@@ -238,22 +250,60 @@ def load(
       max_weights: refuse files that claim more weights than this. It bounds what the
         decoder allocates; Keras allocates what the architecture asks for. None for a
         file that you trust.
+      model: a built network like that of the file, which takes the weights. A file
+        without its architecture needs it.
 
     Returns:
-      The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
+      `model`, or a new one, not compiled, with the decoded weights; nothing of
+      tfmiracle is in it.
 
     Raises:
       FileFormatError: if the file is damaged, or its weights do not fit its network.
-      ValueError: if Keras cannot rebuild the network, see `build_network`.
+      ValueError: if Keras cannot rebuild the network, see `build_network`, or if
+        `model` is another one.
       OSError: if the file cannot be read.
     """
-    return to_network(decode(path, max_weights), custom_objects)
+    decoded = decode(path, max_weights)
+    if model is None:
+        return to_network(decoded, custom_objects)
+    return into_network(decoded, model)
+
+
+def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
+    """Gives the weights of a decoded file to a network like its own, see `load`."""
+    expected = decoded.fingerprint
+    if expected is None:
+        expected = version2.fingerprint(decoded.architecture)
+    names = _names(model, model.weights)
+    shapes = [tuple(v.shape) for v in model.weights]
+    if (
+        version2.fingerprint(architecture_by_place(model)) != expected
+        or names != list(decoded.weights)
+        or shapes != [value.shape for value in decoded.weights.values()]
+    ):
+        wrong = [
+            f"{a or 'nothing'} where the file has {b or 'nothing'}"
+            for a, b in itertools.zip_longest(names, decoded.weights)
+            if a != b
+        ]
+        raise ValueError(
+            f"`model` ({model.name!r}) is not the network of the file: "
+            f"{wrong[0] if wrong else 'its layers have other arguments'}. Build it "
+            "as it was when the file was written."
+        )
+    set_weights(model, list(decoded.weights.values()))
+    return model
 
 
 def to_network(
     decoded: DecodedNetwork, custom_objects: dict | None = None
 ) -> keras.Model:
     """Builds the Keras model of a decoded file, see `load`."""
+    if decoded.architecture is None:
+        raise ValueError(
+            "The file was written without its architecture. Build the network as it "
+            "was, and pass it: `tfmiracle.load(path, model=network)`."
+        )
     model = build_network(decoded.architecture, custom_objects)
     shapes = [tuple(v.shape) for v in model.weights]
     if shapes != [value.shape for value in decoded.weights.values()]:
@@ -307,7 +357,21 @@ def _strip(config):
         return [_strip(item) for item in config]
     if not isinstance(config, dict):
         return config
+    if config.get("class_name") == "__keras_tensor__":
+        # Where it comes from; shape and dtype Keras finds anew.
+        history = config["config"]["keras_history"]
+        tensor = {"shape": [], "dtype": "float32", "keras_history": history}
+        return {**config, "config": _strip(tensor)}
     config = {k: v for k, v in config.items() if k != "compile_config"}
+    if _builds_its_layers(config):
+        config.pop("build_config", None)
+        layers = [
+            {k: v for k, v in layer.items() if k != "build_config"}
+            if layer.get("module") == "keras.layers"
+            else layer
+            for layer in config["config"]["layers"]
+        ]
+        config["config"] = {**config["config"], "layers": layers}
     name = config.get("registered_name")
     cls = keras.saving.get_registered_object(name) if name else None
     if cls is VariationalModel:
@@ -323,6 +387,14 @@ def _strip(config):
         plain = {"module": "keras.layers", "class_name": base.__name__}
         config = {**config, **plain, "config": inner, "registered_name": None}
     return {k: _strip(v) for k, v in config.items()}
+
+
+def _builds_its_layers(config):
+    """Whether Keras builds the layers of a model as it makes the model anew."""
+    layers = (config.get("config") or {}).get("layers")
+    if config.get("module") == "keras" and config.get("class_name") == "Sequential":
+        return bool(layers) and layers[0].get("class_name") == "InputLayer"
+    return config.get("registered_name") == "Functional"
 
 
 def _places(model) -> dict[str, str]:
@@ -384,7 +456,15 @@ def _check_stored(model, variables):
             )
 
 
-def _storable(variable, dtype: str | None) -> np.ndarray:
+def _stored_dtypes(model, stored) -> list[str | None]:
+    """In what each stored variable is stored, None for what it is."""
+    if isinstance(model, VariationalModel):
+        return model.stored_dtypes
+    statistics = statistics_ids(model)
+    return [STATISTICS if id(v) in statistics else None for v in stored]
+
+
+def _storable(variable, dtype: str | None) -> np.ndarray | Levels:
     value = keras.ops.convert_to_numpy(variable)
     if value.dtype.name == "bfloat16":  # NumPy has no such type; float32 holds it
         return value.astype(np.float32)
@@ -395,6 +475,17 @@ def _storable(variable, dtype: str | None) -> np.ndarray:
         )
     if dtype is None or value.dtype.kind != "f":
         return value
+    if dtype.endswith("bit"):
+        if value.dtype == np.float16:
+            return value  # it could not hold what levels say
+        squared = variable.name.endswith("variance")
+        try:
+            return Levels.of(value, int(dtype[0]), squared)
+        except ValueError as error:
+            raise ValueError(
+                f"Variable {variable.path} cannot be stored with {dtype}: {error}. "
+                "Store it as it is."
+            ) from None
     with np.errstate(over="ignore"):
         short = value.astype(dtype)
     if not np.array_equal(np.isfinite(short), np.isfinite(value)):

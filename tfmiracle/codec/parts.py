@@ -1,0 +1,129 @@
+"""What files of every version are made of. Needs NumPy only."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfmiracle.codec.code import RandomCode
+from tfmiracle.layout import WeightLayout
+
+STORED_DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+)
+DEFAULT_MAX_WEIGHTS = 1 << 28
+MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
+MAX_DESCRIPTION_BYTES = 1 << 22
+MAX_DIMENSIONS = 32  # of arrays in NumPy 1
+
+
+class FileFormatError(ValueError):
+    """The bytes are no `.miracle` file that this version can read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedGroup:
+    """Variables that share blocks, and the random code that gives their weights.
+
+    Attributes:
+      layout: where each weight has its place.
+      code: the random code of its blocks.
+      scales: float32[layout.num_scales], the coding scales rho.
+      codes: integers [layout.num_blocks, ...], the code of each block.
+    """
+
+    layout: WeightLayout
+    code: RandomCode
+    scales: np.ndarray
+    codes: np.ndarray
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The codes as a file holds them."""
+        return self.code.pack(self.codes, self.layout.block_size)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the packed codes."""
+        return len(self.packed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """A stored variable, rounded: small integers times a scale.
+
+    Attributes:
+      levels: int8 array, -127 to 127; of the variable's shape.
+      scale: float32, above 0 and at most 1e15.
+      squared: whether the values are the squares of that, as those of a variance.
+    """
+
+    levels: np.ndarray
+    scale: np.float32
+    squared: bool
+
+    @classmethod
+    def of(cls, values: np.ndarray, bits: int, squared: bool) -> "Levels":
+        """The nearest to `values` of `bits` bits; squares have no sign, but as many.
+
+        Raises:
+          ValueError: if a value is not finite, too large, or below 0 if `squared`.
+        """
+        roots = np.asarray(values, np.float32)
+        if squared:
+            with np.errstate(invalid="ignore"):
+                roots = np.sqrt(roots)
+        largest = np.max(np.abs(roots), initial=0)
+        if not largest <= 1e15:  # NaN refuses
+            raise ValueError("values are not finite, too large, or below 0")
+        most = 2 ** min(bits - (not squared), 7) - 1
+        # As short as bfloat16, rounded up: the largest value keeps its place.
+        scale = short_scales(np.float32(max(largest / most, 2.0**-60)), up=True)
+        return cls(np.rint(roots / scale).astype(np.int8), scale, squared)
+
+    def values(self) -> np.ndarray:
+        """float32: products of binary32, each rounded, so exact on every platform."""
+        values = self.levels.astype(np.float32) * self.scale
+        return values * values if self.squared else values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.levels.shape
+
+    @property
+    def size(self) -> int:
+        return self.levels.size
+
+
+def short_scales(scales: np.ndarray, up: bool = False) -> np.ndarray:
+    """Rounds float32 above 0 to the upper 16 bits, which files hold in two bytes.
+
+    Not tiny ones, which have few bits anyway.
+    """
+    scales = np.asarray(scales, np.float32)
+    half = np.uint32(0xFFFF if up else 0x8000)
+    short = (scales.view(np.uint32) + half) & np.uint32(0xFFFF0000)
+    return np.where(scales < 2.0**-100, scales, short.view(np.float32))[()]
+
+
+def stored_values(stored: np.ndarray | Levels) -> np.ndarray:
+    """The values of a stored variable."""
+    return stored.values() if isinstance(stored, Levels) else stored
+
+
+def claim(shape: Sequence[int]) -> int:
+    """Weights that a shape claims; a length of 0 does not excuse impossible others."""
+    return math.prod(max(length, 1) for length in shape)
