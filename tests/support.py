@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import json
 import os
 import pathlib
 import struct
@@ -18,6 +19,8 @@ PACKAGE = pathlib.Path(tfmiracle.__file__).parent
 # Instructions of XLA that talk to the host or leave the program.
 HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"
 DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
+DICTIONARY2 = (PACKAGE / "codec" / "description_v2.dict").read_bytes()
+DEFAULTS = json.loads((PACKAGE / "codec" / "defaults_v2.json").read_text())
 
 
 def join_sections(payloads, start=b"MRCL\x01"):

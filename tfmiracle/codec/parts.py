@@ -26,6 +26,7 @@ STORED_DTYPES = (
 )
 DEFAULT_MAX_WEIGHTS = 1 << 28
 MAX_SCALE = np.float32(1e30)  # times any candidate, it is finite
+MAX_LEVEL_SCALE = np.float32(2.0**49)  # the square of 127 times it is finite
 MAX_DESCRIPTION_BYTES = 1 << 22
 MAX_DIMENSIONS = 32  # of arrays in NumPy 1
 
@@ -67,7 +68,7 @@ class Levels:
 
     Attributes:
       levels: int8 array, -127 to 127; of the variable's shape.
-      scale: float32, above 0 and at most 1e15.
+      scale: float32, above 0 and at most `MAX_LEVEL_SCALE`.
       squared: whether the values are the squares of that, as those of a variance.
     """
 
@@ -87,7 +88,7 @@ class Levels:
             with np.errstate(invalid="ignore"):
                 roots = np.sqrt(roots)
         largest = np.max(np.abs(roots), initial=0)
-        if not largest <= 1e15:  # NaN refuses
+        if not largest <= MAX_LEVEL_SCALE:  # NaN refuses
             raise ValueError("values are not finite, too large, or below 0")
         most = 2 ** min(bits - (not squared), 7) - 1
         # As short as bfloat16, rounded up: the largest value keeps its place.

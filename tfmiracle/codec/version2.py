@@ -14,6 +14,7 @@ from tfmiracle.codec import keras_json
 from tfmiracle.codec.parts import (
     MAX_DESCRIPTION_BYTES,
     MAX_DIMENSIONS,
+    MAX_LEVEL_SCALE,
     MAX_SCALE,
     STORED_DTYPES,
     CodedGroup,
@@ -32,7 +33,6 @@ _MAX_VARIABLES = 1 << 16
 _MAX_GROUPS = 1 << 12
 _MAX_IDENTIFIER = 64
 _MAX_PARAMETERS = 16
-_MAX_LEVEL_SCALE = np.float32(1e15)  # the square of 127 times it is finite
 _ZERO_MEAN = 0  # the only kind of prior so far
 
 
@@ -510,7 +510,7 @@ def _parse_values(source, file):
     rounded = [i for i, (kind, _) in enumerate(variables) if kind in _LEVELS]
     scales = _take_scales(source, sum(counts) + len(rounded), MAX_SCALE)
     *scales, of_levels = np.split(scales, np.cumsum(counts, dtype=int))
-    if not np.all(of_levels <= _MAX_LEVEL_SCALE):
+    if not np.all(of_levels <= MAX_LEVEL_SCALE):
         raise FileFormatError("A scale of levels is out of range.")
     scale_of = dict(zip(rounded, of_levels))
     values = [None] * len(variables)
