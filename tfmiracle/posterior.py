@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec.code import RandomCode
-from tfmiracle.codec.parts import short_scales
 from tfmiracle.coding import coder as coders
 from tfmiracle.coding.coder import Coder
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
@@ -168,12 +167,10 @@ class BlockPosterior(keras.layers.Layer):
     def finalize_coding_scale(self) -> None:
         """Fixes rho, which must not change any more once a block is coded.
 
-        It is rounded as bfloat16 is, so that it takes two bytes in a file.
-
         Raises:
           ValueError: if it is not finite.
         """
-        scale = short_scales(self._scale())
+        scale = self._scale()
         if not np.all(np.isfinite(scale)):
             raise ValueError(
                 "A coding scale is not finite; look for divergence in training."

@@ -87,13 +87,17 @@ class Levels:
         if squared:
             with np.errstate(invalid="ignore"):
                 roots = np.sqrt(roots)
-        largest = np.max(np.abs(roots), initial=0)
-        if not largest <= MAX_LEVEL_SCALE:  # NaN refuses
-            raise ValueError("values are not finite, too large, or below 0")
         most = 2 ** min(bits - (not squared), 7) - 1
-        # As short as bfloat16, rounded up: the largest value keeps its place.
-        scale = short_scales(np.float32(max(largest / most, 2.0**-60)), up=True)
-        return cls(np.rint(roots / scale).astype(np.int8), scale, squared)
+        least = np.max(np.abs(roots), initial=0) / np.float32(most)
+        # In two bytes, near enough for the largest value to have the largest level. So
+        # values that are rounded already stay as they are.
+        scale = np.array(max(least, np.float32(2.0**-60)), np.float32)
+        scale = ((scale.view(np.uint32) + 0x8000) & 0xFFFF0000).astype(np.uint32)
+        scale = scale.view(np.float32)[()]
+        if not scale <= MAX_LEVEL_SCALE:  # NaN refuses
+            raise ValueError("values are not finite, too large, or below 0")
+        levels = np.clip(np.rint(roots / scale), -most, most)
+        return cls(levels.astype(np.int8), scale, squared)
 
     def values(self) -> np.ndarray:
         """float32: products of binary32, each rounded, so exact on every platform."""
@@ -107,17 +111,6 @@ class Levels:
     @property
     def size(self) -> int:
         return self.levels.size
-
-
-def short_scales(scales: np.ndarray, up: bool = False) -> np.ndarray:
-    """Rounds float32 above 0 to the upper 16 bits, which files hold in two bytes.
-
-    Not tiny ones, which have few bits anyway.
-    """
-    scales = np.asarray(scales, np.float32)
-    half = np.uint32(0xFFFF if up else 0x8000)
-    short = (scales.view(np.uint32) + half) & np.uint32(0xFFFF0000)
-    return np.where(scales < 2.0**-100, scales, short.view(np.float32))[()]
 
 
 def stored_values(stored: np.ndarray | Levels) -> np.ndarray:
