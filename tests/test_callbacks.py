@@ -196,7 +196,6 @@ def test_indices_are_candidates_of_large_weight(tmp_path, quick, make, kind, sel
     )
     fit(model, callback)
     file = MiracleFile.read(tmp_path / "net.miracle")
-    assert file.metadata["selection"] == selection
     chosen = []
     for group, (posterior, _) in zip(file.groups, posteriors(model), strict=True):
         assert group.code.codebook == kind

@@ -101,6 +101,7 @@ def test_compress(tmp_path, quick, capsys):
         metrics=["accuracy"],
         validation_data=(x, y),
         metadata={"note": "to myself"},
+        record=True,
         verbose=0,
     )
     assert capsys.readouterr().out == ""
@@ -117,9 +118,12 @@ def test_compress(tmp_path, quick, capsys):
     assert result.ratio == 4 * file.num_weights / path.stat().st_size
     assert result.payload_ratio == 4 * file.num_weights / file.payload_bytes
     assert file.groups[0].layout.variables[0].hash_factor == 2
-    assert file.metadata["note"] == "to myself"
+    assert file.metadata == {"note": "to myself"}
+
+    made_with = json.loads(path.with_suffix(".record.json").read_text())
+    assert made_with["selection"] == "largest_weight"
     block_size = file.groups[0].layout.block_size
-    assert file.metadata["recipe"] == {
+    assert made_with["recipe"] == {
         "block_size": block_size,
         "block_bits": 8,
         "codebook": "per_block",
@@ -498,12 +502,10 @@ def test_images_too_small_to_shift(tmp_path, max_shift, count):
 
 
 def size_of(net, block_size, recipe, **kwargs):
-    metadata = kwargs.pop("metadata", {})
+    metadata = kwargs.pop("metadata", None)
     model = VariationalModel(
         net, block_size=block_size, block_bits=recipe.block_bits, **kwargs
     )
-    recipe = dataclasses.replace(recipe, block_size=block_size)
-    metadata = {"selection": "sample", "recipe": recipe.changes(), **metadata}
     return to_file(fix_all(model), metadata)
 
 

@@ -645,8 +645,8 @@ def _info(values, path):
             group = file.groups[place[0]]
             v = group.layout.variables[place[1]]
             shape = v.shape
-            size = group.layout.block_size
-            bits = v.effective_size * group.code.bits(size) / size
+            in_block = group.layout.block_size
+            bits = v.effective_size * group.code.bits(in_block) / in_block
             treatment = "coded"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"

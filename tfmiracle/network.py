@@ -481,11 +481,8 @@ def _storable(variable, dtype: str | None) -> np.ndarray | Levels:
         squared = variable.name.endswith("variance")
         try:
             return Levels.of(value, int(dtype[0]), squared)
-        except ValueError as error:
-            raise ValueError(
-                f"Variable {variable.path} cannot be stored with {dtype}: {error}. "
-                "Store it as it is."
-            ) from None
+        except ValueError:  # as of frozen layers with values that are not finite
+            return value
     with np.errstate(over="ignore"):
         short = value.astype(dtype)
     if not np.array_equal(np.isfinite(short), np.isfinite(value)):
