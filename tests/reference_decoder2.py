@@ -142,7 +142,8 @@ def parse_names(source, known, count):  # section 4
     for difference in [step(source) for _ in range(count)]:
         place += difference
         rest = b"".join(iter(lambda: take(source, 1), b"\n")).decode()
-        names.append(f"{known[place - 1]}/{rest}" if place else rest)
+        layer = names[-1].rpartition("/")[0] if place == -1 else [*known, ""][place - 1]
+        names.append(f"{layer}/{rest}" if place else rest)
     return names
 
 

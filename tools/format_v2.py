@@ -66,6 +66,9 @@ def defaults():
                 continue
             if node["class_name"] == name:
                 found[name] = entry(node, needed)
+    # As they are when they are built for vectors, or for sequences of them.
+    found["LayerNormalization"]["config"]["axis"] = [-1]
+    found["MultiHeadAttention"]["config"]["attention_axes"] = [1]
     policy = keras.saving.serialize_keras_object(keras.DTypePolicy("float32"))
     found["DTypePolicy"] = entry(policy, ())
     x = layers.Input((1,))
@@ -223,7 +226,7 @@ def dictionary():
         content = {"model": keras_json.shorten(architecture_by_place(model))}
         text = json.dumps(content, separators=(",", ":")).encode()
         # Deep networks repeat themselves.
-        parts.append(text if len(text) < 2000 else text[:1370] + text[-200:])
+        parts.append(text if len(text) < 2000 else text[:1600] + text[-200:])
         if model is residual:
             parts += columns(model, block_size=30, block_bits=18)
         elif model is digits:

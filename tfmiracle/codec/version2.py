@@ -33,6 +33,7 @@ _MAX_VARIABLES = 1 << 16
 _MAX_GROUPS = 1 << 12
 _MAX_IDENTIFIER = 64
 _MAX_PARAMETERS = 16
+_SAME = -1  # place of a variable in the layer of the one before, which has no place
 _ZERO_MEAN = 0  # the only kind of prior so far
 
 
@@ -163,10 +164,14 @@ def _kind(stored):
 def _split_names(names, known):
     """Names of variables as steps through the names of layers, and what is left."""
     place_of = {name: i + 1 for i, name in reversed(list(enumerate(known)))}
-    steps, rest, last = [], bytearray(), 0
+    steps, rest, last, before = [], bytearray(), 0, None
     for name in names:
         layer, slash, part = name.partition("/")
         place = place_of.get(layer, 0) if slash else 0
+        head, slash, tail = name.rpartition("/")
+        if not place and slash and head == before:
+            place, part = _SAME, tail
+        before = head if slash else None
         steps.append(place - last)
         last = place
         rest += (part if place else name).encode() + b"\n"
@@ -479,13 +484,17 @@ def _parse_layout(source, max_weights):
 
 def _parse_names(source, count, known):
     names, place = [], 0
-    steps = [source.step(len(known)) for _ in range(count)]
+    steps = [source.step(len(known) + 1) for _ in range(count)]
     for step in steps:
         place += step
-        if not 0 <= place <= len(known):
+        same = place == _SAME and names and "/" in names[-1]
+        if not (same or 0 <= place <= len(known)):
             raise FileFormatError("A variable belongs to a layer that is not there.")
         rest = source.until(b"\n", MAX_DESCRIPTION_BYTES).decode()
-        names.append(f"{known[place - 1]}/{rest}" if place else rest)
+        layer = (
+            names[-1].rpartition("/")[0] if same else known[place - 1] if place else ""
+        )
+        names.append(f"{layer}/{rest}" if place else rest)
     if not (all(map(str.isprintable, names)) and len(set(names)) == count):
         raise FileFormatError("Names of variables are equal, or not printable.")
     return names
