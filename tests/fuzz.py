@@ -473,7 +473,8 @@ def justified_bytes(data: bytes) -> int:
             description = len(inflated)
             # A short object stands for a long one.
             objects = min(text.count(b"class_name"), 1 << 16)
-        description += 200 * objects
+        # JSON, and what is made of it.
+        description = 2 * description + 200 * objects
     elif data[:6] == b"MRCL\1\1":
         (length,) = struct.unpack("<I", data[6:10].ljust(4, b"\0"))
         try:

@@ -5,12 +5,14 @@ import json
 import keras
 import numpy as np
 import pytest
+import reference_decoder2
 import tensorflow as tf
 from keras import layers
-from support import fix_all, run_python
+from support import DEFAULTS, fix_all, run_python
 
 import tfmiracle
 from tfmiracle import compression
+from tfmiracle.codec import keras_json
 from tfmiracle.decoder import decode
 from tfmiracle.layers import MeanKLLayer
 from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
@@ -318,6 +320,36 @@ def test_statistics_are_rounded_to_levels(tmp_path, wrap, rules, levels):
     assert_equal_arrays(
         arrays(decoded.layers[-1].weights)[2:], arrays(norm.weights)[2:]
     )
+
+
+def nets_of_many_kinds():
+    def stack(shape, *parts):
+        return keras.Sequential([layers.Input(shape), *parts])
+
+    yield nested_net()
+    yield stack((5, 2), layers.Bidirectional(layers.LSTM(3)), layers.Dense(3, "gelu"))
+    yield stack((5, 2), layers.TimeDistributed(layers.Dense(3)), layers.GRU(4))
+    x = layers.Input((5,), dtype="int32")
+    h = layers.Embedding(10, 8, mask_zero=True)(x)
+    h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 4)(h, h))
+    yield keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(h)))
+    a, b = layers.Input((4,), name="a"), layers.Input((4,), name="b")
+    shared = layers.Dense(5, kernel_regularizer="l2", bias_initializer="ones")
+    yield keras.Model({"a": a, "b": b}, [shared(a) + shared(b), shared(b)])
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_a_short_description_says_the_same(kind):
+    net = list(nets_of_many_kinds())[kind]
+    architecture = architecture_by_place(net)
+    short = keras_json.shorten(architecture)
+    assert len(json.dumps(short)) < len(json.dumps(architecture)) / 3.5
+    long, names = keras_json.lengthen(short)
+    assert long == architecture
+    assert reference_decoder2.lengthen(short, DEFAULTS) == (architecture, names)
+    again = build_network(long)
+    assert architecture_by_place(again) == architecture
+    assert [v.shape for v in again.weights] == [v.shape for v in net.weights]
 
 
 def test_a_file_without_its_architecture(tmp_path):

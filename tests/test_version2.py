@@ -647,6 +647,24 @@ BOMBS = {
         + b'{"class_name":"LSTM"},' * 180_000
         + b"3]}}}\0"
     ),
+    "tensors": deflate(
+        b'{"model":{"class_name":"Functional","config":{"layers":['
+        + b'{"class_name":"InputLayer","config":{"batch_shape":[]}},'
+        + b'{"class_name":"Add","inbound_nodes":[['
+        + b'{"t":1},' * 500_000
+        + b'{"t":1}]]}]}}}\0\0\0'
+    ),
+    "one long name, often": deflate(
+        b'{"model":{"class_name":"A","config":{"name":"'
+        + b"a" * 2**21
+        + b'"}}}\0\0'
+        + varint(1000)
+        + bytes(1000)
+        + b"\1" * 1000
+        + b"\2"
+        + bytes(999)
+        + b"".join(b"%d\n" % i for i in range(1000))
+    ),
     "after the end": deflate(b'{"model":{}}\0\0\0' + bytes(2**27)),
 }
 
@@ -660,7 +678,19 @@ def test_bombs_do_not_explode(body):
         MiracleFile.from_bytes(data)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 2**27
+    assert peak < 2**28  # 64 bytes for each that a text may have
+
+
+def test_names_that_no_reader_takes_are_not_written():
+    names = ["x" * 2**22, *net_file().names[1:]]
+    with pytest.raises(ValueError, match=r"description .* has room for 4,194,304"):
+        dataclasses.replace(net_file(), names=names).to_bytes()
+
+
+def test_a_file_has_an_architecture_or_a_fingerprint():
+    for fingerprint, architecture in ((None, None), (3, NET)):
+        with pytest.raises(ValueError, match="either an architecture or its finger"):
+            MiracleFile([], [], [], [], architecture, {}, fingerprint)
 
 
 def mutated(rng, data):

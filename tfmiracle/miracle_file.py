@@ -64,6 +64,10 @@ class MiracleFile:
     metadata: dict = dataclasses.field(default_factory=dict)
     fingerprint: int | None = None
 
+    def __post_init__(self):
+        if (self.architecture is None) == (self.fingerprint is None):
+            raise ValueError("A file has either an architecture or its fingerprint.")
+
     @property
     def payload_bytes(self) -> int:
         """Bytes of the indices alone, the size that the paper counts."""

@@ -57,6 +57,11 @@ class _Names:
         self._last = {}  # automatic name without its number -> the number it had last
         self._count = 0
 
+    def _count_one(self):
+        self._count += 1
+        if self._count > MAX_OBJECTS:
+            raise ValueError(f"The network has more than {MAX_OBJECTS:,} objects.")
+
     def _next(self, prefix):
         number = self._last.get(prefix, -1) + 1
         return f"{prefix}_{number}" if number else prefix
@@ -81,9 +86,7 @@ class _Names:
             if name is not None and isinstance(config, dict):
                 self._see(None, config.get("name"))
             return {key: self.lengthen(value) for key, value in node.items()}
-        self._count += 1
-        if self._count > MAX_OBJECTS:
-            raise ValueError(f"The network has more than {MAX_OBJECTS:,} objects.")
+        self._count_one()
         short = node.get("config", {})
         absent = short.get(_ABSENT, [])
         config = {}
@@ -104,7 +107,7 @@ class _Names:
                 if key not in config and key not in absent:
                     config[key] = value
         if name == "Functional":
-            _lengthen_nodes(config["layers"])
+            _lengthen_nodes(config["layers"], self._count_one)
         rest = {k: self.lengthen(v) for k, v in node.items() if k != "config"}
         return {**default["head"], **rest, "config": config}
 
@@ -185,8 +188,11 @@ def _inbound(names, i, layer):
     return [{"args": [_tensor(names[i - 1], 0, 0)], "kwargs": kwargs}]
 
 
-def _lengthen_nodes(layers):
-    """Completes `name` and `inbound_nodes` of the layers of a Functional."""
+def _lengthen_nodes(layers, count_one):
+    """Completes `name` and `inbound_nodes` of the layers of a Functional.
+
+    Calls `count_one` for each tensor that it makes.
+    """
     names = [layer["config"]["name"] for layer in layers]
 
     def revive(value, i):
@@ -198,6 +204,7 @@ def _lengthen_nodes(layers):
             step, *place = value["t"] if isinstance(value["t"], list) else [value["t"]]
             if not (type(step) is int and 0 <= i - step < len(names)):
                 raise ValueError(f"A layer has an input {step} layers before it.")
+            count_one()
             return _tensor(names[i - step], *(place or (0, 0)))
         return {key: revive(item, i) for key, item in value.items()}
 
@@ -211,6 +218,7 @@ def _lengthen_nodes(layers):
                 for call in layer["inbound_nodes"]
             ]
         else:
+            count_one()
             layer["inbound_nodes"] = _inbound(names, i, layer)
 
 

@@ -47,10 +47,11 @@ def to_bytes(file) -> bytes:
       ValueError: if architecture and metadata take more than readers accept.
     """
     text, names = _text(file)
-    if len(text) > MAX_DESCRIPTION_BYTES:
+    size = max(len(text), sum(len(name.encode()) + 1 for name in file.names))
+    if size > MAX_DESCRIPTION_BYTES:
         raise ValueError(
-            f"The description (architecture and metadata) takes {len(text):,} bytes as "
-            f"JSON; a file has room for {MAX_DESCRIPTION_BYTES:,}."
+            f"The description (architecture and metadata, or names) takes {size:,} "
+            f"bytes; a file has room for {MAX_DESCRIPTION_BYTES:,}."
         )
     fingerprint = b""
     if file.architecture is None:
@@ -67,7 +68,8 @@ def to_bytes(file) -> bytes:
 def fingerprint(architecture: dict) -> int:
     """What a file without its architecture holds instead: a CRC-32 of its JSON."""
     # Not the name of the network itself, which is for people.
-    config = {k: v for k, v in architecture["config"].items() if k != "name"}
+    config = architecture.get("config") or {}
+    config = {k: v for k, v in config.items() if k != "name"}
     architecture = {**architecture, "config": config}
     short = keras_json.shorten(architecture)
     return zlib.crc32(_json(architecture if short is None else short, sort_keys=True))
@@ -202,18 +204,21 @@ def _values(file):
 
 def _deflate(parts):
     """The shortest of some ways to compress; large parts have symbols of their own."""
+    strategies, sizes = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FILTERED), (16, 64, 256)
+    ways = [(strategy, large) for strategy in strategies for large in sizes]
+    if sum(map(len, parts)) > 1 << 20:
+        ways = ways[:1]  # where it takes time, there is little to gain
     tried = []
-    for strategy in (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FILTERED):
-        for large in (16, 64, 256):
-            stream = zlib.compressobj(
-                9, wbits=-15, memLevel=9, strategy=strategy, zdict=_dictionary()
-            )
-            out = b""
-            for part in parts:
-                if len(part) >= large:
-                    out += stream.flush(zlib.Z_BLOCK)
-                out += stream.compress(part)
-            tried.append(out + stream.flush())
+    for strategy, large in ways:
+        stream = zlib.compressobj(
+            9, wbits=-15, memLevel=9, strategy=strategy, zdict=_dictionary()
+        )
+        out = []
+        for part in parts:
+            if len(part) >= large:
+                out.append(stream.flush(zlib.Z_BLOCK))
+            out.append(stream.compress(part))
+        tried.append(b"".join([*out, stream.flush()]))
     return min(tried, key=len)
 
 
@@ -483,17 +488,20 @@ def _parse_layout(source, max_weights):
 
 
 def _parse_names(source, count, known):
-    names, place = [], 0
+    names, place, room = [], 0, MAX_DESCRIPTION_BYTES
     steps = [source.step(len(known) + 1) for _ in range(count)]
     for step in steps:
         place += step
         same = place == _SAME and names and "/" in names[-1]
         if not (same or 0 <= place <= len(known)):
             raise FileFormatError("A variable belongs to a layer that is not there.")
-        rest = source.until(b"\n", MAX_DESCRIPTION_BYTES).decode()
+        rest = source.until(b"\n", room).decode()
         layer = (
             names[-1].rpartition("/")[0] if same else known[place - 1] if place else ""
         )
+        room -= len(layer) + len(rest) + 1
+        if room < 0:
+            raise FileFormatError("The names of the variables are too long.")
         names.append(f"{layer}/{rest}" if place else rest)
     if not (all(map(str.isprintable, names)) and len(set(names)) == count):
         raise FileFormatError("Names of variables are equal, or not printable.")
