@@ -363,15 +363,6 @@ def _strip(config):
         tensor = {"shape": [], "dtype": "float32", "keras_history": history}
         return {**config, "config": _strip(tensor)}
     config = {k: v for k, v in config.items() if k != "compile_config"}
-    if _builds_its_layers(config):
-        config.pop("build_config", None)
-        layers = [
-            {k: v for k, v in layer.items() if k != "build_config"}
-            if layer.get("module") == "keras.layers"
-            else layer
-            for layer in config["config"]["layers"]
-        ]
-        config["config"] = {**config["config"], "layers": layers}
     name = config.get("registered_name")
     cls = keras.saving.get_registered_object(name) if name else None
     if cls is VariationalModel:
@@ -386,7 +377,14 @@ def _strip(config):
         inner = {k: v for k, v in config["config"].items() if k not in cls.OPTIONS}
         plain = {"module": "keras.layers", "class_name": base.__name__}
         config = {**config, **plain, "config": inner, "registered_name": None}
-    return {k: _strip(v) for k, v in config.items()}
+    config = {k: _strip(v) for k, v in config.items()}
+    if _builds_its_layers(config):
+        # Keras finds anew for what it built them.
+        config.pop("build_config", None)
+        for layer in config["config"]["layers"]:
+            if layer.get("module") == "keras.layers":
+                layer.pop("build_config", None)
+    return config
 
 
 def _builds_its_layers(config):
