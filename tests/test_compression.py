@@ -84,6 +84,23 @@ def test_on_a_cpu_the_network_stays_outside_of_xla(tmp_path):
     assert found and not any(found)
 
 
+def test_the_architecture_is_left_out_on_request(tmp_path, short):
+    path, workdir = tmp_path / "net.miracle", tmp_path / "run"
+    options = {"architecture": False, "record": True, "workdir": workdir, "verbose": 0}
+    net, recipe = small_net(), dataclasses.replace(short, blocks_per_round=64)
+    result = tfmiracle.compress(
+        net, examples(), 700, path, recipe=recipe, metadata={"a": 1}, **options
+    )
+    assert result.file.architecture is None and result.file_bytes <= 700
+    assert result.file.metadata == {"a": 1}
+    assert json.loads(path.with_suffix(".record.json").read_text())["recipe"]
+    with pytest.raises(ValueError, match="pass it"):
+        tfmiracle.load(path)
+    loaded = tfmiracle.load(path, model=keras.models.clone_model(net))
+    for a, b in zip(loaded.get_weights(), result.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_compress(tmp_path, quick, capsys):
     net = small_net()
     before = [np.array(v) for v in net.weights]
