@@ -225,7 +225,8 @@ def _define_rules(values):
         "rules",
         [],
         "How variables are treated, PATTERN:TREATMENT, as in conv2/kernel:hash=2, "
-        "conv1/kernel:own_scale, */bias:store or */bias:store=float16.",
+        "conv1/kernel:own_scale, */bias:store, */bias:store=float16 or "
+        "moving_*:store=6bit.",
         flag_values=values,
     )
 
