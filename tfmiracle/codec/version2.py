@@ -311,16 +311,20 @@ class _Source:
         self._data = data
         self._buffer = bytearray()
         self._position = 0
+        self._inflated = 0
 
-    def _more(self, count):
-        """Inflates `count` bytes; False if the stream has ended."""
-        if self._inflate.eof or not count:
-            return not count
+    def _more(self, count=0):
+        """Inflates `count` bytes, by default some; False if the stream has ended."""
+        if self._inflate.eof:
+            return False
+        # Each call copies what is not inflated yet: so there must be few.
+        count = count or max(1 << 12, self._inflated)
         got = self._inflate.decompress(self._data, count)
         self._data = self._inflate.unconsumed_tail
         del self._buffer[: self._position]
         self._position = 0
         self._buffer += got
+        self._inflated += len(got)
         return bool(got)
 
     def take(self, count):
@@ -336,7 +340,7 @@ class _Source:
         """The bytes before the byte `end`, which is passed over."""
         while (found := self._buffer.find(end, self._position)) < 0:
             size = len(self._buffer) - self._position
-            if size > limit or not self._more(max(1 << 12, size)):
+            if size > limit or not self._more():
                 raise FileFormatError("The description does not end, or is too long.")
         start, self._position = self._position, found + 1
         if found - start > limit:
@@ -350,9 +354,7 @@ class _Source:
         """The next number, at most `limit`."""
         number = 0
         for shift in range(0, 70, 7):
-            if self._position == len(self._buffer):
-                self._more(1 << 12)
-            if self._position == len(self._buffer):
+            if self._position == len(self._buffer) and not self._more():
                 raise FileFormatError("The layout ends too early.")
             byte = self._buffer[self._position]
             self._position += 1
@@ -530,13 +532,16 @@ def _parse_values(source, file):
     if not np.all(of_levels <= MAX_LEVEL_SCALE):
         raise FileFormatError("A scale of levels is out of range.")
     scale_of = dict(zip(rounded, of_levels))
-    values = [None] * len(variables)
+    dtypes = [np.dtype("int8" if kind in _LEVELS else kind) for kind, _ in variables]
+    counts = [math.prod(shape) for _, shape in variables]
+    raw = source.take(sum(n * dtype.itemsize for n, dtype in zip(counts, dtypes)))
+    values, start = [None] * len(variables), 0
     # All levels, then all squares, then the rest, each in the order of the network.
     for i in sorted(range(len(variables)), key=lambda i: _turn(variables[i][0])):
-        kind, shape = variables[i]
-        dtype = np.dtype("int8" if kind in _LEVELS else kind)
-        raw = source.take(math.prod(shape) * dtype.itemsize)
-        little = np.frombuffer(raw, dtype.newbyteorder("<")).reshape(shape)
+        (kind, shape), dtype, count = variables[i], dtypes[i], counts[i]
+        little = np.frombuffer(raw, dtype.newbyteorder("<"), count, start)
+        little = little.reshape(shape)
+        start += count * dtype.itemsize
         if kind in _LEVELS:
             if np.any(little < (0 if kind == "squares" else -127)):
                 raise FileFormatError("A level is out of range.")
