@@ -12,7 +12,10 @@ from tfmiracle.codebook import CODEBOOKS
 from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
-from tfmiracle.miracle_file import CodedGroup, MiracleFile
+from tfmiracle.miracle_file import (
+    CodedGroup,
+    MiracleFile,
+)
 
 LENET5 = [
     CodedVariable((5, 5, 1, 20)),

@@ -33,7 +33,10 @@ from tables import markdown, mean
 from timing import machine, peak_mb
 
 import tfmiracle
-from tfmiracle.miracle_file import MiracleFile, write_atomically
+from tfmiracle.files import write_atomically
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.network import plain_architecture
 from tfmiracle.recalibration import recalibrate
 

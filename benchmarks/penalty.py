@@ -25,8 +25,11 @@ import tensorflow as tf
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode, decoded_network
+from tfmiracle.files import write_atomically
 from tfmiracle.loading import accuracy_of, set_weights, to_network
-from tfmiracle.miracle_file import MiracleFile, write_atomically
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.pruning import pruned_networks
 from tfmiracle.records import read_record
 from tfmiracle.task import task_of

@@ -26,7 +26,7 @@ from tables import markdown, mean
 from timing import machine
 
 from tfmiracle.environment import configure
-from tfmiracle.miracle_file import write_atomically
+from tfmiracle.files import write_atomically
 from tfmiracle.records import mean_and_error
 
 configure()  # before TensorFlow is imported

@@ -21,6 +21,8 @@ what its own bytes justify, see `justified_bytes`.
 
 import argparse
 import collections
+import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -35,14 +37,16 @@ import zlib
 
 import numpy as np
 import reference_decoder
-from support import DICTIONARY, GOLDEN, join_sections
+import reference_decoder2
+import version1
+from support import DEFAULTS, DICTIONARY, DICTIONARY2, GOLDEN, join_sections
 
-from tfmiracle.codebook import normal_quantiles
+from tfmiracle.codebook import CODEBOOKS, normal_quantiles
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.parts import Levels
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
-    CODEBOOKS,
     STORED_DTYPES,
     CodedGroup,
     FileFormatError,
@@ -70,12 +74,19 @@ JSON += ['{"names":[]}', "[" * 3000, '"\ud7ff"', "1" * 5000, "1.", "0x1"]
 
 
 def originals(seed: int, count: int = 40) -> list[bytes]:
-    """The golden files and `count` small random ones."""
-    golden = [path.read_bytes() for path in sorted(GOLDEN.glob("*.miracle"))]
-    return golden + [
-        random_file(random.Random(f"{seed}/original/{i}")).to_bytes()
-        for i in range(count)
+    """The golden files and `count` small random ones, of both versions."""
+    golden = [path.read_bytes() for path in sorted(GOLDEN.rglob("*.miracle"))]
+    some = [random_file(random.Random(f"{seed}/original/{i}")) for i in range(count)]
+    return [*golden, *map(version1.to_bytes, some), *(rounded(f) for f in some)]
+
+
+def rounded(file: MiracleFile) -> bytes:
+    """Version 2 of a file, with levels where it stores float32."""
+    stored = [
+        Levels.of(abs(value), 6, bool(i % 2)) if value.dtype == np.float32 else value
+        for i, value in enumerate(file.stored)
     ]
+    return dataclasses.replace(file, stored=stored).to_bytes()
 
 
 def random_file(rng: random.Random) -> MiracleFile:
@@ -90,7 +101,8 @@ def random_file(rng: random.Random) -> MiracleFile:
     groups, kinds = [], []
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         count = rng.randint(1, 3)
-        scales = [rng.randrange(rng.randint(1, count)) for _ in range(count)]
+        scales = [min(i, rng.randrange(count)) for i in range(count)]
+        scales = [sorted({*scales}).index(scale) for scale in scales]
         variables = [
             CodedVariable(shape(), rng.choice([1, 1, 2, 5]), s) for s in scales
         ]
@@ -158,7 +170,9 @@ def spliced(rng, files):
 
 def random_header(rng, files):
     """Sections of any number, length and check value behind a start of any kind."""
-    data = rng.choice([b"MRCL\1"] * 6 + [b"MRCL\0", b"MRCL\2", b"MRCL", b"", b"mrcl\1"])
+    data = rng.choice(
+        [b"MRCL\1"] * 6 + [b"MRCL\0", b"MRCL\2", b"MRCL\3", b"MRCL", b"", b"mrcl\1"]
+    )
     for number in rng.choice(
         [[1, 2, 3, 4]] * 4 + [[1, 2, 3], [4, 3, 2, 1], [0], [1] * 9]
     ):
@@ -360,6 +374,47 @@ def bomb(rng, payloads):
     return payloads
 
 
+def seal(body):
+    """A file of version 2 of a description and codes, with what is around them."""
+    length = len(body) + 9
+    length += next(n for n in range(1, 10) if len(varint(length + n)) == n)
+    data = b"MRCL\2" + varint(length) + body
+    return data + struct.pack("<I", zlib.crc32(data))
+
+
+def mutated_version2(rng, data):
+    """A file of version 2 with another text, layout, values, or codes."""
+    inflated, codes = reference_decoder2.parts(data, DICTIONARY2)
+    end = inflated.index(0)
+    text, rest = inflated[:end], inflated[end:]
+    kind = rng.randrange(8)
+    if kind == 0:
+        text = random_bytes(rng, text)
+    elif kind == 1:
+        content = json.loads(text or b"{}")
+        places = [content, content.get("model", content)]
+        places += places[-1].get("config", {}).get("layers", [])
+        place = rng.choice([p for p in places if isinstance(p, dict)])
+        place[rng.choice([*place, "config", "-", "inbound_nodes", "name"])] = "MARK"
+        odd = rng.choice([*JSON, '{"t":1}', '[[{"t":9}]]', '{"class_name":"LSTM"}'])
+        text = json.dumps(content).encode()
+        text = text.replace(b'"MARK"', odd.encode("utf-8", "surrogatepass"))
+    elif kind == 2:
+        codes = random_bytes(rng, codes)
+    elif kind == 3 and rng.random() < 0.02:
+        size = rng.choice([2**16, 2**20, 2**22, 2**25])
+        unit = rng.choice([b"\0", b"a", b'{"class_name":"LSTM"},'])
+        text, rest = b'{"model":{"a":[', unit * (size // len(unit))
+    else:
+        place = rng.randrange(len(rest))
+        number = varint(rng.choice([rng.choice(NUMBERS), rng.randrange(20)]))
+        rest = rest[:place] + number + rest[place + rng.randrange(2) :]
+        if rng.random() < 0.3:
+            rest = random_bytes(rng, rest)
+    stream = zlib.compressobj(1, wbits=-15, zdict=DICTIONARY2)
+    return seal(stream.compress(text + rest) + stream.flush() + codes)
+
+
 def mutation(seed: int, number: int, files: list[bytes]) -> tuple[str, bytes]:
     """What kind of mutation file `number` of a seed has, and its bytes."""
     rng = random.Random(f"{seed}/{number}")
@@ -370,16 +425,21 @@ def mutation(seed: int, number: int, files: list[bytes]) -> tuple[str, bytes]:
         return "splice", spliced(rng, files)
     if share < 0.25:
         return "header", random_header(rng, files)
+    if share < 0.55:
+        return "version 2", mutated_version2(
+            rng, rng.choice([file for file in files if file[4] == 2])
+        )
+    files = [file for file in files if file[4] == 1]
     payloads = reference_decoder.sections(rng.choice(files))
-    if share < 0.30:
+    if share < 0.58:
         other = reference_decoder.sections(rng.choice(files))
         return "mixed sections", join_sections(
             [rng.choice(pair) for pair in zip(payloads, other)]
         )
     kinds = {
-        0.60: ("layout", mutated_layout),
-        0.75: ("description", mutated_description),
-        0.85: ("stored", mutated_stored),
+        0.75: ("layout", mutated_layout),
+        0.85: ("description", mutated_description),
+        0.92: ("stored", mutated_stored),
         0.9999: ("sections", mutated_sections),
         1.0: ("bomb", bomb),
     }
@@ -405,7 +465,19 @@ def justified_bytes(data: bytes) -> int:
     description (lists of lists take most), and what NumPy and Python need for anything.
     """
     description = 0
-    if data[:6] == b"MRCL\1\1":
+    if data[:5] == b"MRCL\2":
+        objects = 0
+        with contextlib.suppress(StopIteration, zlib.error):
+            start = reference_decoder2.varint_at(data, 5)[1]
+            stream = zlib.decompressobj(-15, zdict=DICTIONARY2)
+            inflated = stream.decompress(data[start:], 1 << 23)
+            text = inflated.partition(b"\0")[0]
+            description = len(inflated)
+            # A short object stands for a long one.
+            objects = min(text.count(b"class_name"), 1 << 16)
+        # JSON, and what is made of it.
+        description = 2 * description + 200 * objects
+    elif data[:6] == b"MRCL\1\1":
         (length,) = struct.unpack("<I", data[6:10].ljust(4, b"\0"))
         try:
             description = len(inflate(data[10 : 10 + length]))
@@ -437,13 +509,16 @@ def check(data: bytes, compare: bool = True) -> bool:
     for place, value in zip(file.coded, weights.values(), strict=True):
         if place is not None and not np.isfinite(value).all():
             raise Finding("coded weights that are not finite")
-    again = reference_decoder.sections(file.to_bytes())
-    if again[1:3] != reference_decoder.sections(data)[1:3]:
+    if written(version1.to_bytes(file) if data[4] == 1 else file.to_bytes()) != written(
+        data
+    ):
         raise Finding("written again, it is another file")
     if compare and file.num_weights <= 400:
-        for name, (dtype, shape, values) in reference_decoder.decode(
-            data, DICTIONARY
-        ).items():
+        if data[4] == 1:
+            reference = reference_decoder.decode(data, DICTIONARY)
+        else:
+            reference = reference_decoder2.decode(data, DICTIONARY2, DEFAULTS)
+        for name, (dtype, shape, values) in reference.items():
             value = weights[name]
             little_endian = value.astype(value.dtype.newbyteorder("<")).tobytes()
             if (value.dtype.name, value.shape, little_endian) != (dtype, shape, values):
@@ -460,6 +535,18 @@ def breaks_a_rule(data: bytes) -> bool:
     except zlib.error:
         return True
     return False
+
+
+def written(data):
+    """What of a file has only one way to be written."""
+    if data[4] == 1:
+        return reference_decoder.sections(data)[1:3]
+    inflated, codes = reference_decoder2.parts(data, DICTIONARY2)
+    # Another text may name layers by which names of variables are shorter.
+    source = iter(inflated[reference_decoder2.section(inflated)[1] :])
+    groups, variables = reference_decoder2.parse_layout(source)
+    list(reference_decoder2.parse_names(source, [""] * 1000, len(variables)))
+    return groups, variables, bytes(source), codes
 
 
 def guarded(data: bytes, compare: bool, traced: bool) -> tuple[bool, float, int]:
@@ -544,7 +631,7 @@ def flips() -> dict[str, tuple[int, int]]:
     """Golden file -> how many of its bits, flipped alone, are detected, and how many
     there are."""
     result = {}
-    for path in sorted(GOLDEN.glob("*.miracle")):
+    for path in sorted(GOLDEN.rglob("*.miracle")):
         data = bytearray(path.read_bytes())
         detected = 0
         for bit in range(8 * len(data)):
@@ -554,7 +641,7 @@ def flips() -> dict[str, tuple[int, int]]:
             except FileFormatError:
                 detected += 1
             data[bit // 8] ^= 1 << bit % 8
-        result[path.name] = detected, 8 * len(data)
+        result[str(path.relative_to(GOLDEN))] = detected, 8 * len(data)
     return result
 
 
@@ -588,7 +675,7 @@ def guided(arguments: list[str]) -> None:
 
     corpus = pathlib.Path(arguments.pop(1) if len(arguments) > 1 else "corpus")
     corpus.mkdir(parents=True, exist_ok=True)
-    for i, file in enumerate(originals(0)):
+    for i, file in enumerate(f for f in originals(0) if f[4] == 1):
         payloads = reference_decoder.sections(file)
         payloads[0] = inflate(payloads[0])
         if payloads[3]:

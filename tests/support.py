@@ -1,6 +1,7 @@
 """What several test modules need."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import struct
@@ -20,6 +21,8 @@ PACKAGE = pathlib.Path(tfmiracle.__file__).parent
 # Instructions of XLA that talk to the host or leave the program.
 HOST = r"\b(infeed|outfeed|send|recv|custom-call)\b"
 DICTIONARY = (PACKAGE / "description_v1.dict").read_bytes()
+DICTIONARY2 = (PACKAGE / "codec" / "description_v2.dict").read_bytes()
+DEFAULTS = json.loads((PACKAGE / "codec" / "defaults_v2.json").read_text())
 
 
 def join_sections(payloads, start=b"MRCL\x01"):

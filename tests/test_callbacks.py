@@ -1,5 +1,7 @@
 """Coding during `fit`."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from keras import layers
 import tfmiracle
 from tfmiracle import CompressionCallback, callbacks, codebook
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.models import plain_weights, posteriors
 
 BITS = 8
@@ -131,23 +135,32 @@ def interrupt(model):
 def test_fit_codes_and_ends_by_itself(tmp_path, make, num_blocks):
     path = tmp_path / "net.miracle"
     model = make()
+    record = tmp_path / "record.json"
     callback = CompressionCallback(
-        path, 4, 3, train_steps=2, verbose=0, metadata={"note": 1}
-    )
+        path, 4, 3, train_steps=2, verbose=0, metadata={"note": 1},
+        record_path=record, record={"more": [2]},
+    )  # fmt: skip
     history = fit(model, callback, epochs=50)
     steps = [2, 5, 8][: -(-num_blocks // 4)]
     assert [r["step"] for r in callback.history] == steps
     assert len(history.epoch) == -(-steps[-1] // 6)
     assert history.history["coded_blocks"][-1] == num_blocks
     assert callback.history[-1]["blocks"] == num_blocks
-    for record in callback.history:
-        assert record["kl_bits"] == pytest.approx(BITS, rel=1e-4)
-        assert record["max_kl_bits"] == pytest.approx(BITS, rel=1e-4)
-        assert 0 < record["loss"] < 10
-        assert -5 < record["log_evidence"] < 3
-        assert record["log_weight"] > 0
+    for row in callback.history:
+        assert row["kl_bits"] == pytest.approx(BITS, rel=1e-4)
+        assert row["max_kl_bits"] == pytest.approx(BITS, rel=1e-4)
+        assert 0 < row["loss"] < 10
+        assert -5 < row["log_evidence"] < 3
+        assert row["log_weight"] > 0
     assert callback.file_bytes == path.stat().st_size
-    assert callback.file.metadata["note"] == 1
+    assert callback.file.metadata == {"note": 1}
+    assert json.loads(record.read_text()) == {
+        "tfmiracle": tfmiracle.__version__,
+        "parameterization": ["MeanKLPosterior"] * len(posteriors(model)),
+        "kl_bits": [BITS] * len(posteriors(model)),
+        "selection": "sample",
+        "more": [2],
+    }
     assert MiracleFile.read(path).metadata == callback.file.metadata
     assert_file_is_the_model(callback, model)
 

@@ -23,7 +23,9 @@ from tfmiracle import run as run_module
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.loading import accuracy_of, to_network
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.network import to_file
 from tfmiracle.pruning import STRATEGIES, pruned_networks
 
@@ -38,9 +40,8 @@ SIZES = {
     "blocks",
     "block_size",
     "block_bits",
-    "kl_bits",
+    "code",
     "codebook",
-    "selection",
 }
 
 
@@ -171,14 +172,13 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
     assert result["effective_weights"] == effective
     assert result["blocks"] == 3 == result["payload_bytes"]
     assert (result["block_size"], result["block_bits"]) == (100, 8)
-    assert (result["kl_bits"], result["codebook"]) == (8, "per_block")
-    assert result["selection"] == "largest_weight"
+    assert result["codebook"] == "per_block"
     assert result["weights"] == 180 + 30 + 120 + 90 + 3
     assert result["float32_bytes"] == 4 * result["weights"]
     assert result["ratio"] == round(4 * result["weights"] / result["file_bytes"], 1)
     assert result["history"][-1]["blocks"] == 3
-    metadata = MiracleFile.read(output).metadata
-    assert metadata["recipe"]["block_bits"] == 8
+    rules = {"norm/gamma": "store"}
+    assert MiracleFile.read(output).metadata == {"rules": rules}
 
     evaluated = run("evaluate", output, f"--data={made / 'data.npz'}")
     assert set(evaluated) == SIZES | {"error", "examples"}
@@ -338,8 +338,8 @@ def test_info(made, run, capsys):
     assert rows["norm/moving_mean"]["reason"] == "it does not train"
     assert sum(v["share"] for v in result["variables"]) < 1
     assert rows["two/bias"]["treatment"] == "coded"
-    assert rows["norm/moving_mean"]["treatment"] == "stored as float32"
-    assert rows["norm/moving_mean"]["bits"] == 32 * 30
+    assert rows["norm/moving_mean"]["treatment"] == "stored in levels"
+    assert rows["norm/moving_mean"]["bits"] == 8 * 30
     assert cli.main(["info", str(path)]) == 0
     table = capsys.readouterr().out
     assert re.search(
@@ -371,7 +371,7 @@ def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
 def test_info_of_several_groups(run):
     result = run("info", GOLDEN / "shared.miracle")
     assert result["block_size"] == [9, 10] and result["block_bits"] == [11, 8]
-    assert result["kl_bits"] == [11, 8] and result["codebook"] == "shared"
+    assert result["codebook"] == "shared"
 
 
 def test_decode(made, tmp_path, run):

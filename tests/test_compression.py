@@ -17,14 +17,16 @@ from support import CONFIGS, fix_all
 
 import tfmiracle
 from tfmiracle import PAPER, Recipe, callbacks, cli, compression, run
-from tfmiracle.compression import block_size_for, target_bytes
 from tfmiracle.data import shifted, training_batches
 from tfmiracle.datasets import load_dataset
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
 from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
+from tfmiracle.size import block_size_for, target_bytes
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(
@@ -83,6 +85,23 @@ def test_on_a_cpu_the_network_stays_outside_of_xla(tmp_path):
     assert found and not any(found)
 
 
+def test_the_architecture_is_left_out_on_request(tmp_path, short):
+    path, workdir = tmp_path / "net.miracle", tmp_path / "run"
+    options = {"architecture": False, "record": True, "workdir": workdir, "verbose": 0}
+    net, recipe = small_net(), dataclasses.replace(short, blocks_per_round=64)
+    result = tfmiracle.compress(
+        net, examples(), 700, path, recipe=recipe, metadata={"a": 1}, **options
+    )
+    assert result.file.architecture is None and result.file_bytes <= 700
+    assert result.file.metadata == {"a": 1}
+    assert json.loads(path.with_suffix(".record.json").read_text())["recipe"]
+    with pytest.raises(ValueError, match="pass it"):
+        tfmiracle.load(path)
+    loaded = tfmiracle.load(path, model=keras.models.clone_model(net))
+    for a, b in zip(loaded.get_weights(), result.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_compress(tmp_path, quick, capsys):
     net = small_net()
     before = [np.array(v) for v in net.weights]
@@ -100,6 +119,7 @@ def test_compress(tmp_path, quick, capsys):
         metrics=["accuracy"],
         validation_data=(x, y),
         metadata={"note": "to myself"},
+        record=True,
         verbose=0,
     )
     assert capsys.readouterr().out == ""
@@ -126,9 +146,12 @@ def test_compress(tmp_path, quick, capsys):
     assert result.ratio == 4 * file.num_weights / path.stat().st_size
     assert result.payload_ratio == 4 * file.num_weights / file.payload_bytes
     assert file.groups[0].layout.variables[0].hash_factor == 2
-    assert file.metadata["note"] == "to myself"
+    assert file.metadata == {"note": "to myself"}
+
+    made_with = json.loads(path.with_suffix(".record.json").read_text())
+    assert made_with["selection"] == "largest_weight"
     block_size = file.groups[0].layout.block_size
-    assert file.metadata["recipe"] == {
+    assert made_with["recipe"] == {
         "block_size": block_size,
         "block_bits": 8,
         "codebook": "per_block",
@@ -568,12 +591,10 @@ def test_images_too_small_to_shift(tmp_path, max_shift, count):
 
 
 def size_of(net, block_size, recipe, **kwargs):
-    metadata = kwargs.pop("metadata", {})
+    metadata = kwargs.pop("metadata", None)
     model = VariationalModel(
         net, block_size=block_size, block_bits=recipe.block_bits, **kwargs
     )
-    recipe = dataclasses.replace(recipe, block_size=block_size)
-    metadata = {"selection": "sample", "recipe": recipe.changes(), **metadata}
     return to_file(fix_all(model), metadata)
 
 

@@ -21,7 +21,9 @@ from support import fix_all
 import tfmiracle
 from tfmiracle.decoder import decode
 from tfmiracle.loading import to_network
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.models import plain_weights
 from tfmiracle.network import to_file
 

@@ -10,7 +10,10 @@ import reference_decoder
 from support import DICTIONARY, GOLDEN, run_python
 
 from tfmiracle import decoder
-from tfmiracle.miracle_file import FileFormatError, MiracleFile
+from tfmiracle.miracle_file import (
+    FileFormatError,
+    MiracleFile,
+)
 
 # SHA-256 of the values of all variables, in the order of the file, little-endian. They
 # will never change: see section 9 of docs/format.md.

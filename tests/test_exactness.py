@@ -71,7 +71,9 @@ from test_decoder import DIGESTS, digest
 import tfmiracle
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.loading import to_network
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 

@@ -14,7 +14,9 @@ import tfmiracle
 from tfmiracle import allowed, loading
 from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.loading import build_network, to_network
-from tfmiracle.miracle_file import FileFormatError
+from tfmiracle.miracle_file import (
+    FileFormatError,
+)
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -286,7 +288,9 @@ RUN = """
 import json, resource
 from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.loading import to_network
-from tfmiracle.miracle_file import FileFormatError
+from tfmiracle.miracle_file import (
+    FileFormatError,
+)
 
 costly = json.load(open(sys.argv[1]))
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

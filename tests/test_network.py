@@ -5,20 +5,23 @@ import json
 import keras
 import numpy as np
 import pytest
+import reference_decoder2
 import tensorflow as tf
 from keras import layers
-from support import fix_all, run_python
+from support import DEFAULTS, fix_all, run_python
 
 import tfmiracle
 from tfmiracle import compression
+from tfmiracle.codec import keras_json
 from tfmiracle.decoder import decode
 from tfmiracle.layers import MeanKLLayer
 from tfmiracle.loading import build_network, load, to_network
-from tfmiracle.miracle_file import FileFormatError, MiracleFile
+from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
     check_network,
     plain_architecture,
+    round_stored,
     to_file,
 )
 
@@ -102,6 +105,9 @@ def test_a_wrapped_model_becomes_itself():
     net = small_net()
     expected = keras.saving.serialize_keras_object(net)
     expected.pop("compile_config", None)
+    # What Keras finds anew when it makes the network again.
+    for layer in (expected, *expected["config"]["layers"]):
+        layer.pop("build_config", None)
     for model in (net, variational(net), keras.Sequential([net])):
         architecture = plain_architecture(model)
         if not isinstance(model, keras.Sequential) or model is net:
@@ -221,6 +227,7 @@ def test_compile_settings_do_not_go_into_the_file():
 def test_a_decoded_model_computes_what_the_coded_one_did(tmp_path):
     for model in (fix_all(nested_net()), fix_all(variational(nested_net()))):
         x = batch((8, 8, 1))
+        round_stored(model)
         decoded = through_file(model, tmp_path)
         np.testing.assert_allclose(decoded(x), model(x), rtol=1e-5, atol=1e-6)
         values = {id(v): keras.ops.convert_to_numpy(v) for v in plain_weights(model)}
@@ -288,9 +295,101 @@ def test_state_of_batch_normalization_comes_back_exactly(tmp_path):
     rng = np.random.default_rng(1)
     norm.set_weights([rng.gamma(2.0, size=5) for _ in range(4)])
     mean, variance = (v.numpy() for v in (norm.moving_mean, norm.moving_variance))
-    decoded = through_file(fix_all(variational(net)), tmp_path)
+    rules = {"moving_*": "store"}
+    decoded = through_file(fix_all(variational(net, rules=rules)), tmp_path)
     np.testing.assert_array_equal(decoded.layers[-1].moving_mean, mean)
     np.testing.assert_array_equal(decoded.layers[-1].moving_variance, variance)
+
+
+@pytest.mark.parametrize(
+    "rules, levels", [(None, 127), ({"moving_*": "store=5bit"}, 31)]
+)
+@pytest.mark.parametrize("wrap", [True, False])
+def test_statistics_are_rounded_to_levels(tmp_path, wrap, rules, levels):
+    norm = layers.BatchNormalization()
+    dense = layers.Dense(5) if wrap else tfmiracle.MeanKLDense(5)
+    net = keras.Sequential([layers.Input((6,)), dense, norm])
+    rng = np.random.default_rng(1)
+    norm.set_weights([rng.gamma(2.0, size=5) for _ in range(4)])
+    mean, variance = (v.numpy() for v in (norm.moving_mean, norm.moving_variance))
+    if not wrap and rules:
+        return  # only a VariationalModel has rules
+    model = fix_all(variational(net, rules=rules) if wrap else net)
+    round_stored(model)
+    for v, before, most in (
+        (norm.moving_mean, mean, 15 if rules else 127),
+        (norm.moving_variance, variance**0.5, levels),
+    ):
+        now = v.numpy()
+        now = now**0.5 if v is norm.moving_variance else now
+        error = np.max(np.abs(now - before)) * most / np.max(before)
+        assert 0 < error < 0.51
+    decoded = through_file(model, tmp_path)
+    assert_equal_arrays(
+        arrays(decoded.layers[-1].weights)[2:], arrays(norm.weights)[2:]
+    )
+
+
+def nets_of_many_kinds():
+    def stack(shape, *parts):
+        return keras.Sequential([layers.Input(shape), *parts])
+
+    yield nested_net()
+    yield stack((5, 2), layers.Bidirectional(layers.LSTM(3)), layers.Dense(3, "gelu"))
+    yield stack((5, 2), layers.TimeDistributed(layers.Dense(3)), layers.GRU(4))
+    x = layers.Input((5,), dtype="int32")
+    h = layers.Embedding(10, 8, mask_zero=True)(x)
+    h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 4)(h, h))
+    yield keras.Model(x, layers.Dense(3)(layers.GlobalAveragePooling1D()(h)))
+    a, b = layers.Input((4,), name="a"), layers.Input((4,), name="b")
+    shared = layers.Dense(5, kernel_regularizer="l2", bias_initializer="ones")
+    yield keras.Model({"a": a, "b": b}, [shared(a) + shared(b), shared(b)])
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_a_short_description_says_the_same(kind):
+    net = list(nets_of_many_kinds())[kind]
+    architecture = plain_architecture(net)
+    short = keras_json.shorten(architecture)
+    assert len(json.dumps(short)) < len(json.dumps(architecture)) / 3.5
+    long, names = keras_json.lengthen(short)
+    assert long == architecture
+    assert reference_decoder2.lengthen(short, DEFAULTS) == (architecture, names)
+    again = build_network(long)
+    assert plain_architecture(again) == architecture
+    shapes = [v.shape for v in plain_weights(net)]
+    assert [v.shape for v in again.weights] == shapes
+
+
+def test_a_file_without_its_architecture(tmp_path):
+    def make(activation="relu", name=None):
+        first = layers.Dense(5, activation)
+        norm = layers.BatchNormalization()
+        parts = [layers.Input((6,)), first, norm, layers.Dense(3)]
+        return keras.Sequential(parts, name=name)
+
+    model = fix_all(variational(make()))
+    round_stored(model)
+    whole, path = to_file(model), tmp_path / "net.miracle"
+    file = to_file(model, architecture=False)
+    file.write(path)
+    assert file.architecture is None and list(file.names) == list(whole.names)
+    assert path.stat().st_size < len(whole.to_bytes())
+    expected = decode(whole).weights
+    for name, value in decode(path).weights.items():
+        np.testing.assert_array_equal(value, expected[name])
+    with pytest.raises(ValueError, match=r"load\(path, model=network\)"):
+        load(path)
+    for wrong in (make("tanh"), keras.Sequential(make().layers[:-1])):
+        with pytest.raises(ValueError, match="is not the network of the file"):
+            load(path, model=wrong)
+    whole.write(tmp_path / "whole.miracle")
+    for source in (path, tmp_path / "whole.miracle"):
+        net = make(name="another")
+        assert load(source, model=net) is net
+        assert_equal_arrays(arrays(net.weights), expected.values())
+        with pytest.raises(ValueError, match="not the network of the file"):
+            load(source, model=make("tanh"))
 
 
 def test_frozen_and_stored_variables_come_back_exactly(tmp_path):
@@ -335,7 +434,9 @@ def test_dtype_policies_come_back(tmp_path, policy, stored_as):
     net = keras.Sequential([layers.Input((6,)), layers.Dense(5, dtype=policy), norm])
     norm.set_weights([np.linspace(0.1, 3, 5)] * 4)
     model = fix_all(variational(net, rules={"*/gamma": "store"}))
-    assert {v.dtype.name for v in to_file(model).stored} == {stored_as}
+    round_stored(model)
+    stored = [v for v in to_file(model).stored if not isinstance(v, Levels)]
+    assert {v.dtype.name for v in stored} == {stored_as}
     decoded = through_file(model, tmp_path)
     assert [layer.dtype_policy.name for layer in decoded.layers] == [policy] * 2
     assert_equal_arrays(arrays(decoded.layers[1].weights)[2:], arrays(norm.weights)[2:])
@@ -584,13 +685,8 @@ def test_stored_values_that_diverged_are_not_written(name, value):
 
 def test_metadata_of_the_file():
     model = fix_all(variational(small_net(), kl_bits=6.5))
-    metadata = to_file(model, {"mine": [1, 2]}).metadata
-    assert metadata == {
-        "tfmiracle": tfmiracle.__version__,
-        "parameterization": ["MeanKLPosterior"],
-        "kl_bits": [6.5],
-        "mine": [1, 2],
-    }
+    assert to_file(model).metadata == {}
+    assert to_file(model, {"mine": [1, 2]}).metadata == {"mine": [1, 2]}
 
 
 EXPORTED = """

@@ -18,7 +18,9 @@ from support import posterior_of
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode_blocks
 from tfmiracle.layout import CodedVariable, WeightLayout
-from tfmiracle.miracle_file import CodedGroup
+from tfmiracle.miracle_file import (
+    CodedGroup,
+)
 from tfmiracle.posteriors import block_posterior as posterior_module
 from tfmiracle.posteriors.block_posterior import posterior_over
 from tfmiracle.posteriors.parameterization import Deterministic, MeanKL, MeanVar

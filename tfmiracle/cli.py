@@ -35,6 +35,7 @@ from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import configure
 from tfmiracle.miracle_file import (
+    Levels,
     MiracleFile,
     check_folder,
     check_output,
@@ -270,7 +271,8 @@ def _define_rules(values):
         "rules",
         [],
         "How variables are treated, PATTERN:TREATMENT, as in conv2/kernel:hash=2, "
-        "conv1/kernel:own_scale, */bias:store or */bias:store=float16.",
+        "conv1/kernel:own_scale, */bias:store, */bias:store=float16 or "
+        "moving_*:store=6bit.",
         flag_values=values,
     )
 
@@ -670,15 +672,18 @@ def _info(values, path):
     for name, place in zip(file.names, file.coded, strict=True):
         if place is None:
             value = next(stored)
-            shape, bits = value.shape, 8 * value.nbytes
-            treatment = f"stored as {value.dtype.name}"
+            shape = value.shape
+            if isinstance(value, Levels):
+                bits, treatment = 8 * value.size, "stored in levels"
+            else:
+                bits, treatment = 8 * value.nbytes, f"stored as {value.dtype.name}"
             reason = _reason(name, file.metadata.get("rules"))
         else:
             group = file.groups[place[0]]
             v = group.layout.variables[place[1]]
             shape = v.shape
-            size = group.layout.block_size
-            bits = v.effective_size * group.code.bits(size) / size
+            in_block = group.layout.block_size
+            bits = v.effective_size * group.code.bits(in_block) / in_block
             treatment = "coded"
             if v.hash_factor > 1:
                 treatment += f", hashed x{v.hash_factor}"

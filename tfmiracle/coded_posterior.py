@@ -9,7 +9,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tfmiracle.miracle_file import MiracleFile, write_atomically
+from tfmiracle.files import write_atomically
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 
 
 @dataclasses.dataclass(frozen=True)

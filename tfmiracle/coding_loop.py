@@ -9,18 +9,24 @@ from collections.abc import Iterable
 import keras
 import numpy as np
 
-from tfmiracle import miracle_file, progress
+import tfmiracle
+from tfmiracle import files, miracle_file, progress
+from tfmiracle.coding.coder import CODERS
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.models import plain_weights, posteriors
 from tfmiracle.network import (
     check_decoded,
     check_network,
     coded_posterior,
     inference_weights,
+    round_stored,
     to_file,
 )
 from tfmiracle.options import check_option
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.recalibration import recalibrate
 from tfmiracle.recipe import DEFAULTS, Recipe
 
@@ -48,8 +54,12 @@ class CodingLoop:
         BatchNormalization are taken anew when all is coded; see `recalibrate`.
       posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
         coded, which diagnostics and pruning need; by default nowhere.
-      metadata: further entries for the file's metadata; anything JSON can say, up to
-        1 MiB.
+      metadata: entries for the file's metadata; anything JSON can say, up to 1 MiB.
+      architecture: whether the file says how the network is built. Without it the file
+        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
+      record_path: where to write, as JSON, how the file was made: version of tfmiracle,
+        parameterization, budget, coder, and `record`; by default nowhere.
+      record: further entries of that.
       verbose: 0 for silence, 1 for progress over blocks where `fit` itself shows none
         (`verbose=0`): a bar on a terminal and in a notebook, a few lines elsewhere.
 
@@ -73,6 +83,9 @@ class CodingLoop:
         recalibration_data: Iterable | None = None,
         posterior_path: str | os.PathLike | None = None,
         metadata: dict | None = None,
+        architecture: bool = True,
+        record_path: str | os.PathLike | None = None,
+        record: dict | None = None,
         verbose: int = 1,
     ):
         check_option(Recipe, "blocks_per_round", blocks_per_round)
@@ -94,14 +107,17 @@ class CodingLoop:
         self.recalibration_data = recalibration_data
         self.posterior_path = posterior_path
         self.metadata = dict(metadata or {})
+        self.architecture = architecture
+        self.record_path = record_path
+        self.record = dict(record or {})
         self.verbose = verbose
         self.history = []
         self.file = None
         self.file_bytes = None
         self._resumed = None
         self._bar = None
-        for path in filter(None, (self.filepath, posterior_path)):
-            miracle_file.check_output(path, overwrite)
+        for path in filter(None, (self.filepath, posterior_path, record_path)):
+            files.check_output(path, overwrite)
 
     def steps_needed(self, model: keras.Model) -> int:
         """Number of training steps until all blocks of `model` are coded.
@@ -217,13 +233,17 @@ class CodingLoop:
             self._round(logs)
         if self.recalibration_data is not None:
             recalibrate(self._model, self.recalibration_data)
-        file = to_file(self._model, self.metadata)
+        round_stored(self._model)
+        file = to_file(self._model, self.metadata, self.architecture)
         data = file.to_bytes()
         self._verify(data)
         self._warn_of_excess()
         if self.posterior_path is not None:
             coded_posterior(self._model).write(self.posterior_path, self.overwrite)
-        miracle_file.write_atomically(self.filepath, data, self.overwrite)
+        if self.record_path is not None:
+            text = json.dumps(self._made_with(), indent=1) + "\n"
+            files.write_atomically(self.record_path, text.encode(), self.overwrite)
+        files.write_atomically(self.filepath, data, self.overwrite)
         self.file, self.file_bytes = file, len(data)
         return file
 
@@ -271,6 +291,19 @@ class CodingLoop:
         if self._bar:
             numbers = [(k, v) for k, v in logs.items() if isinstance(v, float)]
             self._bar.update(self.coded_blocks, numbers)
+
+    def _made_with(self):
+        parts = self._posteriors
+        return {
+            "tfmiracle": tfmiracle.__version__,
+            "parameterization": [
+                PARAMETERIZATIONS.serialize(posterior.parameterization)
+                for posterior in parts
+            ],
+            "kl_bits": [posterior.kl_bits for posterior in parts],
+            "coder": [CODERS.serialize(posterior.coder) for posterior in parts],
+            **self.record,
+        }
 
     def _warn_of_excess(self):
         over = sum(row["over_budget"] for row in self.history)

@@ -1,18 +1,15 @@
 """The whole way in one call: train under the budget, code, write the file."""
 
-import bisect
 import dataclasses
-import math
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle import miracle_file
+from tfmiracle import files
 from tfmiracle.coding_loop import CodingLoop
 from tfmiracle.data import (
     checksum,
@@ -25,7 +22,9 @@ from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
 from tfmiracle.loading import to_network
-from tfmiracle.miracle_file import MiracleFile, section_bytes
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.models import (
     VariationalModel,
     WholeBatches,
@@ -36,14 +35,11 @@ from tfmiracle.models import (
 from tfmiracle.network import (
     check_network,
     plain_architecture,
-    to_file,
 )
 from tfmiracle.recipe import Recipe
 from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
+from tfmiracle.size import block_size_for
 from tfmiracle.summary import compression, show_compression
-
-# What settings and lengths may take more in the file than in the probe for its size.
-_SLACK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +109,8 @@ def compress(
     metadata: dict | None = None,
     workdir: str | os.PathLike | None = None,
     keep_posterior: bool = False,
+    architecture: bool = True,
+    record: bool = False,
     overwrite: bool = False,
     verbose: int = 1,
 ) -> CompressionResult:
@@ -141,7 +139,7 @@ def compress(
         metrics, too, compare with `model`. The default loss is the cross-entropy of
         soft labels where `model` has one of hard labels, else the mean squared error.
       callbacks: further callbacks for every `fit`.
-      metadata: further entries for the file's metadata; anything JSON can say.
+      metadata: entries for the file's metadata; anything JSON can say.
       workdir: folder in which the run keeps its state. Killed at any moment and called
         again with the same arguments, `compress` goes on where it was and writes the
         same file; called after it has finished, it trains nothing. A `tf.data.Dataset`
@@ -149,6 +147,10 @@ def compress(
         which a generator cannot. By default nothing is kept.
       keep_posterior: whether to write Q of all weights, too, as `.posterior.npz` beside
         the file; see `CodedPosterior`.
+      architecture: whether the file says how the network is built. Without it the file
+        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
+      record: whether to write how the file was made, `recipe` and versions, as
+        `.record.json` beside the file.
       overwrite: whether existing files may be replaced.
       verbose: 0 for silence, 1 for progress: bars on a terminal and in a notebook, a
         few lines elsewhere.
@@ -166,17 +168,19 @@ def compress(
     outputs = [pathlib.Path(path)]
     if keep_posterior:
         outputs.append(outputs[0].with_suffix(".posterior.npz"))
+    if record:
+        outputs.append(outputs[0].with_suffix(".record.json"))
     made, begun = outputs, False
     if workdir is not None:
         folder = pathlib.Path(workdir)
-        names = ("coded.miracle", "coded.posterior.npz")
-        made = [folder / name for name in names[: len(outputs)]]
+        suffixes = ["".join(output.suffixes[-2:]) for output in outputs[1:]]
+        made = [folder / f"coded{suffix}" for suffix in (".miracle", *suffixes)]
         begun = any((folder / name).exists() for name in ("state.npz", "result.json"))
     for output, source in zip(outputs, made, strict=True):
         # What a run has made before it may make again, also in its own folder.
         to_come = made is not outputs and source == output and not output.exists()
         if not (to_come or (begun and _is_copied(source, output))):
-            miracle_file.check_output(output, overwrite)
+            files.check_output(output, overwrite)
     check_model(model)
     loss_weights = None
     if loss is None and model.compiled:
@@ -212,13 +216,22 @@ def compress(
             "`class_weight` needs labels with a `loss`, and no weights of examples."
         )
     if target is not None:
-        size = block_size_for(net, target, recipe, rules=rules, metadata=metadata)
+        size = block_size_for(
+            net,
+            target,
+            recipe,
+            rules=rules,
+            metadata=metadata,
+            architecture=architecture,
+        )
         recipe = dataclasses.replace(recipe, block_size=size)
     settings = {
         "recipe": recipe.settings(),
         "rules": rules,
         "metadata": metadata,
         "keep_posterior": keep_posterior,
+        "architecture": architecture,
+        "record": record,
         "loss": _description(loss),
         "loss_weights": _description(loss_weights),
         "class_weight": _description(class_weight),
@@ -272,7 +285,10 @@ def compress(
                 overwrite=overwrite or workdir is not None,
                 recalibration_data=recalibration_inputs(examples, recipe),
                 posterior_path=made[1] if keep_posterior else None,
-                metadata={"recipe": recipe.changes(), **(metadata or {})},
+                metadata=metadata,
+                architecture=architecture,
+                record_path=made[-1] if record else None,
+                record={"recipe": recipe.settings()},
                 verbose=verbose,
             )
             evaluate("original", compiled(net))
@@ -297,7 +313,7 @@ def compress(
             run.finish({"history": coding.history})
         for output, source in zip(outputs, made, strict=True):
             if not _is_copied(source, output):
-                miracle_file.write_atomically(output, source.read_bytes(), overwrite)
+                files.write_atomically(output, source.read_bytes(), overwrite)
     file = MiracleFile.read(path, max_weights=None)
     return CompressionResult(
         os.fspath(path),
@@ -309,121 +325,6 @@ def compress(
         run.result["curve"],
         run.result["seconds"],
     )
-
-
-def block_size_for(
-    net: keras.Model,
-    target: str | int,
-    recipe: Recipe | None = None,
-    *,
-    rules: dict[str, str] | None = None,
-    metadata: dict | None = None,
-) -> int:
-    """The smallest block size with which the file of `net` is no larger than `target`.
-
-    Args:
-      net: a built Keras model.
-      target, rules, metadata: see `compress`.
-      recipe: `block_bits` and what else of it decides the size.
-
-    Raises:
-      ValueError: if `target` cannot be read or cannot be met.
-    """
-    recipe = recipe or Recipe()
-    probe = VariationalModel(
-        net,
-        rules=rules,
-        **recipe.model_options()
-        | {"block_size": sum(int(np.prod(v.shape)) for v in net.weights)},
-    )
-    posterior = probe.block_posterior
-    posterior.finalize_coding_scale()
-    code, count = posterior.code, posterior.layout.num_effective
-    posterior.fix([0], np.zeros((1, *code.shape(posterior.layout.block_size)), int))
-    file = to_file(probe, {"recipe": recipe.changes(), **(metadata or {})})
-    # What is stored may compress less after training than it does now: as noise.
-    noise = np.random.default_rng(0)
-    stored = [
-        np.frombuffer(noise.bytes(v.nbytes), v.dtype).reshape(v.shape)
-        for v in file.stored
-    ]
-    file = dataclasses.replace(file, stored=stored)
-    fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
-    budget = target_bytes(target, file.num_weights)
-
-    def fits(block_size):
-        num_blocks = -(-count // block_size)
-        return fixed + math.ceil(num_blocks * code.bits(block_size) / 8) <= budget
-
-    if not fits(count):
-        raise ValueError(_cannot_be_met(target, budget, file, rules))
-    return 1 + bisect.bisect_left(range(1, count), True, key=fits)
-
-
-def _cannot_be_met(target, budget, file, rules):
-    """Says what the smallest file is, what takes its bytes, and what would help."""
-    parts = section_bytes(file.to_bytes())
-    least = sum(parts.values()) + _SLACK
-    count = file.num_weights
-    ratio, bits = math.floor(40 * count / least) / 10, math.ceil(800 * least / count)
-    text = (
-        f"`target` cannot be met: {target!r} means {budget:,} bytes, but the smallest "
-        f"file of this network that can be promised takes {least:,} ('{ratio:.1f}x', "
-        f"'{bits / 100:.2f} bits'): {parts['description']:,} for architecture, names "
-        f"and settings, {parts['layout']:,} for the layout with its coding scales, "
-        f"{parts['stored']:,} for stored variables, {parts['indices']:,} for one "
-        f"block, {_SLACK} in reserve."
-    )
-    number = re.fullmatch(r"\s*([0-9.]+)\s*", str(target))
-    if number:
-        as_ratio = target_bytes(f"{number[1]}x", count)
-        text += (
-            f" Did you mean '{number[1]}x', a ratio?"
-            if as_ratio >= least
-            else f" (As a ratio, '{number[1]}x', it would be {as_ratio:,} bytes.)"
-        )
-    if parts["stored"] > least / 2:
-        saved = {}
-        stored = [n for n, p in zip(file.names, file.coded, strict=True) if p is None]
-        for name, value in zip(stored, file.stored, strict=True):
-            if value.dtype == np.float32:
-                *_, last = name.split("/")
-                pattern = f"*/{last}" if last != name else name
-                saved[pattern] = saved.get(pattern, 0) + value.nbytes // 2
-        most = sorted(saved, key=saved.get, reverse=True)[:3]
-        if most:
-            advice = ", ".join(f"'{pattern}': 'store=float16'" for pattern in most)
-            text += (
-                f" The rules {{{advice}}} save about "
-                f"{sum(saved[pattern] for pattern in most):,} bytes."
-            )
-        text += " What trains, and no rule stores, is coded; 'hash=N' keeps it small."
-    if any("own_scale" in rule for rule in (rules or {}).values()):
-        text += " Without the rule 'own_scale' a variable takes 4 bytes less."
-    return text
-
-
-def target_bytes(target: str | int, num_weights: int) -> int:
-    """Reads a target size: bytes, "3.3 kB", "500x" or "0.06 bits" (a weight).
-
-    Raises:
-      ValueError: if it cannot be read, or is not positive.
-    """
-    match = re.fullmatch(
-        r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(b|kb|mb|x|bits?|)\s*",
-        str(target).lower(),
-    )
-    if not match or not 0 < float(match[1]) < float("inf"):
-        raise ValueError(
-            "`target` must be a number of bytes (3300, '3300 B' or '3.3 kB'), a ratio "
-            f"('500x') or bits per weight ('0.06 bits'). Received: target={target!r}"
-        )
-    number, unit = float(match[1]), match[2]
-    if unit == "x":
-        return int(4 * num_weights / number)
-    if unit.startswith("bit"):
-        return int(number * num_weights / 8)
-    return int(number * {"": 1, "b": 1, "kb": 1e3, "mb": 1e6}[unit])
 
 
 def _copy(model, seed, batch):

@@ -5,6 +5,8 @@ import os
 
 import numpy as np
 
+from tfmiracle.codec.parts import stored_values
+from tfmiracle.codec.prior import weights as weights_of
 from tfmiracle.miracle_file import CodedGroup, MiracleFile
 
 
@@ -15,13 +17,16 @@ class DecodedNetwork:
     Attributes:
       weights: name -> array, in the order of `model.weights` in Keras. Coded variables
         are float32, stored ones have the dtype they were stored in.
-      architecture: serialized Keras model, as Keras' JSON.
+      architecture: serialized Keras model, as Keras' JSON, or None if the file was
+        written without.
       metadata: what the writer of the file recorded.
+      fingerprint: of the architecture, where that is None.
     """
 
     weights: dict[str, np.ndarray]
-    architecture: dict
+    architecture: dict | None
     metadata: dict
+    fingerprint: int | None = None
 
     def __repr__(self):
         count = sum(value.size for value in self.weights.values())
@@ -58,20 +63,23 @@ def decoded_network(file: MiracleFile, blocks: list[np.ndarray]) -> DecodedNetwo
     ]
     stored = iter(file.stored)
     weights = {
-        name: next(stored) if place is None else groups[place[0]][place[1]]
+        name: stored_values(next(stored))
+        if place is None
+        else groups[place[0]][place[1]]
         for name, place in zip(file.names, file.coded, strict=True)
     }
-    return DecodedNetwork(weights, file.architecture, file.metadata)
+    return DecodedNetwork(weights, file.architecture, file.metadata, file.fingerprint)
 
 
 def decode_blocks(group: CodedGroup) -> np.ndarray:
     """float32[num_blocks, block_size]: the weights of all blocks of a group.
 
-    A weight is rho times a coordinate of the candidate, one float32 product.
+    A weight is rho times a coordinate of the candidate, one float32 product; to which
+    a prior may add a mean, one float32 sum.
     """
     layout = group.layout
     candidates = group.code.candidates(
         np.arange(layout.num_blocks), group.codes, layout.block_size
     )
-    candidates *= group.scales[layout.scale_index_of_slot()]
-    return candidates
+    rho = group.scales[layout.scale_index_of_slot()]
+    return weights_of(candidates, rho, group.prior.loc(layout))

@@ -9,9 +9,13 @@ import keras
 import numpy as np
 
 from tfmiracle.allowed import OWN_SEQUENTIAL, Description, NotAllowed, Sequential
+from tfmiracle.codec import version2
 from tfmiracle.decoder import DecodedNetwork, decode
+from tfmiracle.describe import configuration, essential
 from tfmiracle.keras_internals import walk, watch_building
-from tfmiracle.miracle_file import FileFormatError
+from tfmiracle.miracle_file import (
+    FileFormatError,
+)
 
 # A network may have this many layers and operations, and more for each variable; and
 # on average, a layer may take and give this many tensors.
@@ -29,6 +33,7 @@ def load(
     path: str | os.PathLike,
     custom_objects: dict | None = None,
     max_weights: int | str | None = "auto",
+    model: keras.Model | None = None,
 ) -> keras.Model:
     """Loads the network of a `.miracle` file as a plain Keras model.
 
@@ -39,22 +44,52 @@ def load(
       path: the file.
       custom_objects: name -> class or function, for what is not registered with Keras.
       max_weights: refuse a file that claims more weights than this, see `decode`.
+      model: a built network like that of the file, which takes the weights. A file
+        without its architecture needs it.
 
     Returns:
-      The model with the decoded weights, not compiled; nothing of tfmiracle is in it.
+      `model`, or a new one, not compiled, with the decoded weights; nothing of
+      tfmiracle is in it.
 
     Raises:
       FileFormatError: if the file is damaged, or its weights do not fit its network.
-      ValueError: if the network is refused or cannot be built, see `build_network`.
+      ValueError: if the network is refused or cannot be built, see `build_network`, or
+        if `model` is another one.
       OSError: if the file cannot be read.
     """
-    return to_network(decode(path, max_weights), custom_objects)
+    decoded = decode(path, max_weights)
+    if model is None:
+        return to_network(decoded, custom_objects)
+    return into_network(decoded, model)
+
+
+def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
+    """Gives the weights of a decoded file to a network like its own, see `load`."""
+    expected = decoded.fingerprint
+    if expected is None:
+        expected = version2.fingerprint(essential(decoded.architecture))
+    found = version2.fingerprint(essential(configuration(model)))
+    shapes = [tuple(v.shape) for v in model.weights]
+    # By position: paths of variables depend on how their layers came to be built.
+    if found != expected or shapes != [v.shape for v in decoded.weights.values()]:
+        raise ValueError(
+            f"`model` ({model.name!r}) is not the network of the file: its layers, or "
+            "their names or arguments, are others. Build it as it was when the file "
+            "was written."
+        )
+    set_weights(model, list(decoded.weights.values()))
+    return model
 
 
 def to_network(
     decoded: DecodedNetwork, custom_objects: dict | None = None
 ) -> keras.Model:
     """Builds the Keras model of a decoded file, see `load`."""
+    if decoded.architecture is None:
+        raise ValueError(
+            "The file was written without its architecture. Build the network as it "
+            "was, and pass it: `tfmiracle.load(path, model=network)`."
+        )
     shapes = [value.shape for value in decoded.weights.values()]
     model = build_network(decoded.architecture, custom_objects, shapes)
     # By position: Keras numbers the names of layers anew in every process.

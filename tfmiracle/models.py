@@ -6,11 +6,11 @@ import keras
 
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
+from tfmiracle.describe import configuration
 from tfmiracle.keras_internals import (
     children,
     has_losses,
     walk,
-    without_training_setup,
 )
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.options import check_option
@@ -19,8 +19,6 @@ from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameteriz
 from tfmiracle.recipe import DEFAULTS, Recipe
 from tfmiracle.rules import Treatment, treat
 from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
-
-_REGISTRATION = '@keras.saving.register_keras_serializable("my_package")'
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -46,8 +44,9 @@ class VariationalModel(keras.Model):
       prior: a `Prior`, the means of the coding distribution; zero by default.
       rules: pattern of a variable's path -> how it is treated, for example
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
-        is coded, and the rest stored as it is. A trainable variable that is stored is
-        trained as usual. See `tfmiracle.rules.Treatment`.
+        is coded, statistics of BatchNormalization are stored with 8 bits, and the rest
+        as it is. A trainable variable that is stored is trained as usual. See
+        `tfmiracle.rules.Treatment`.
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale, warm_log_scale, log_scale_rate: see `Recipe`.
       l2: weight of the sum of squares of the coded variables' values, those of the
@@ -108,7 +107,13 @@ class VariationalModel(keras.Model):
         if treatments is None:
             paths = [v.path for v in weights]
             codable = set(map(id, codable_variables(net)))
-            treated = treat(paths, [id(v) in codable for v in weights], rules)
+            statistics = statistics_ids(net)
+            treated = treat(
+                paths,
+                [id(v) in codable for v in weights],
+                rules,
+                [id(v) in statistics for v in weights],
+            )
         else:
             paths, texts = zip(*treatments)
             treated = [Treatment.parse(text) for text in texts]
@@ -346,79 +351,6 @@ def _refuse_own_training(net):
             )
 
 
-def configuration(model: keras.Model) -> dict:
-    """Serializes a network without its training setup, as Keras' JSON.
-
-    Raises:
-      ValueError: if a class or function in it is not registered with Keras, or one of
-        its classes has no configuration.
-    """
-    with without_training_setup(model):
-        try:
-            config = keras.saving.serialize_keras_object(model)
-        except Exception as error:  # which a `get_config` may raise
-            layer = _without_configuration(model)
-            raise ValueError(
-                f"{type(layer).__name__} (layer {layer.name!r}) has no configuration "
-                "that a file could hold. Its class needs a `get_config` that returns "
-                f"the arguments of its `__init__`. Keras says: {error}"
-            ) from error
-    _refuse_unregistered(config, model.name)
-    return config
-
-
-def _without_configuration(model):
-    """The innermost layer that cannot be serialized."""
-    found = model
-    for layer in walk(model):
-        try:
-            keras.saving.serialize_keras_object(layer)
-        except Exception:
-            found = layer
-    return found
-
-
-def _refuse_unregistered(config, where):
-    """Refuses what Keras would not find again; `where` is the name of a layer."""
-    if isinstance(config, list | tuple):
-        for item in config:
-            _refuse_unregistered(item, where)
-    if not isinstance(config, dict):
-        return
-    inner = config.get("config")
-    if isinstance(inner, dict):
-        where = inner.get("name", where)
-    # Keras writes a lambda with or without its class, as code.
-    if config.get("class_name") == "__lambda__" or config.keys() == {"value"}:
-        raise ValueError(
-            f"There is a lambda in {where!r} (a Lambda layer?), and a file holds no "
-            "code. Write a function or a layer instead, with this line above it: "
-            f"{_REGISTRATION}"
-        )
-    if {"module", "class_name", "registered_name"} <= config.keys():
-        is_function = config["class_name"] == "function"
-        name = inner if is_function else config["registered_name"]
-        if name is not None and not _is_known(name, config["module"]):
-            what = f"function {name!r}" if is_function else config["class_name"]
-            raise ValueError(
-                f"{what} (in {where!r}) is not registered with Keras, which could "
-                f"not rebuild it from a file. Put this line above its definition: "
-                f"{_REGISTRATION}"
-            )
-    for value in config.values():
-        _refuse_unregistered(value, where)
-
-
-def _is_known(name, module):
-    if keras.saving.get_registered_object(name) is not None:
-        return True
-    if module == "builtins":  # where Keras looks for functions by their names
-        homes = (keras.activations, keras.initializers, keras.regularizers)
-        return any(hasattr(home, name) for home in homes)
-    packages = ("keras", "keras_hub", "keras_cv", "keras_nlp")
-    return module is not None and module.partition(".")[0] in packages
-
-
 def codable_variables(net: keras.Model) -> list[keras.Variable]:
     """The trainable floating-point weights of a model, in its order.
 
@@ -458,6 +390,19 @@ def posteriors(
     for layer in children(model):
         found.update((id(part[0]), part) for part in posteriors(layer))
     return list(found.values())
+
+
+def statistics_ids(model: keras.Model) -> set[int]:
+    """`id` of every statistic that a BatchNormalization takes of its inputs.
+
+    Not of frozen ones, which are constants.
+    """
+    return {
+        id(v)
+        for layer in walk(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        for v in (layer.moving_mean, layer.moving_variance)
+    }
 
 
 def ids_under_posteriors(model: keras.Layer) -> set[int]:

@@ -7,11 +7,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfmiracle
+from tfmiracle.codec import version2
 from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
-from tfmiracle.coding.coder import CODERS
 from tfmiracle.comparison import first_difference
 from tfmiracle.decoder import DecodedNetwork
+from tfmiracle.describe import configuration, essential
 from tfmiracle.keras_internals import walk
 from tfmiracle.layers import VariationalLayer
 from tfmiracle.loading import build_network, set_weights, to_network
@@ -19,26 +19,31 @@ from tfmiracle.miracle_file import (
     MAX_DESCRIPTION_BYTES,
     MAX_METADATA_BYTES,
     CodedGroup,
+    Levels,
     MiracleFile,
     check_description,
 )
 from tfmiracle.models import (
     VariationalModel,
-    configuration,
     ids_under_posteriors,
     plain_weights,
     posteriors,
+    statistics_ids,
 )
-from tfmiracle.rules import Treatment
+from tfmiracle.rules import STATISTICS, Treatment
 
 
-def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
+def to_file(
+    model: keras.Model, metadata: dict | None = None, architecture: bool = True
+) -> MiracleFile:
     """Collects what a `.miracle` file of a model holds.
 
     Args:
       model: a `VariationalModel`, or a model with variational layers, whose blocks are
         all fixed.
-      metadata: further entries for the file's metadata; anything JSON can say.
+      metadata: entries for the file's metadata, beside the rules about what is stored;
+        anything JSON can say.
+      architecture: whether the file says how the network is built; see `load`.
 
     Raises:
       ValueError: if the model has no posterior, or blocks that are not coded yet, or a
@@ -63,36 +68,40 @@ def to_file(model: keras.Model, metadata: dict | None = None) -> MiracleFile:
             posterior.code,
             posterior.coding_scale,
             posterior.codes.astype(np.int64),
+            posterior.p.prior,
         )
         for posterior, _ in parts
     ]
     stored = [v for v, place in zip(variables, coded, strict=True) if place is None]
-    rules, dtypes = {}, [None] * len(stored)
+    rules = {}
     if isinstance(model, VariationalModel):
-        dtypes = model.stored_dtypes
         rules = {
             pattern.removeprefix(f"{model.net.name}/"): treatment
             for pattern, treatment in model.rules.items()
             if Treatment.parse(treatment).stored  # the layout tells of the others
         }
     _check_stored(model, stored)
-    stored = [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)]
-    description = {
-        "tfmiracle": tfmiracle.__version__,
-        "parameterization": [p.parameterization.identifier for p, _ in parts],
-        "kl_bits": [posterior.kl_bits for posterior, _ in parts],
-        "coder": [CODERS.serialize(posterior.coder) for posterior, _ in parts],
-        **({"rules": rules} if rules else {}),
-        **(metadata or {}),
-    }
+    dtypes = _stored_dtypes(model, stored)
+    description = plain_architecture(model)
     return MiracleFile(
         _names(_plain(model), variables),
         coded,
         groups,
-        stored,
-        plain_architecture(model),
-        description,
+        [_storable(v, dtype) for v, dtype in zip(stored, dtypes, strict=True)],
+        description if architecture else None,
+        {**({"rules": rules} if rules else {}), **(metadata or {})},
+        None if architecture else version2.fingerprint(description),
     )
+
+
+def round_stored(model: keras.Model) -> None:
+    """Gives stored variables the values that a file of the model will hold."""
+    under = {id(v) for _, variables in posteriors(model) for v in variables}
+    stored = [v for v in plain_weights(model) if id(v) not in under]
+    for v, dtype in zip(stored, _stored_dtypes(model, stored), strict=True):
+        value = _storable(v, dtype)
+        if isinstance(value, Levels):
+            v.assign(value.values())
 
 
 def coded_posterior(model: keras.Model) -> CodedPosterior:
@@ -214,7 +223,7 @@ def plain_architecture(model: keras.Model) -> dict:
     """
     if isinstance(model, VariationalModel):
         return plain_architecture(model.net)
-    architecture = _strip(configuration(model))
+    architecture = essential(_strip(configuration(model)))
     try:
         json.dumps(architecture, allow_nan=False)
     except ValueError as error:
@@ -333,7 +342,15 @@ def _check_stored(model, variables):
             )
 
 
-def _storable(variable, dtype: str | None) -> np.ndarray:
+def _stored_dtypes(model, stored) -> list[str | None]:
+    """In what each stored variable is stored, None for what it is."""
+    if isinstance(model, VariationalModel):
+        return model.stored_dtypes
+    statistics = statistics_ids(model)
+    return [STATISTICS if id(v) in statistics else None for v in stored]
+
+
+def _storable(variable, dtype: str | None) -> np.ndarray | Levels:
     value = keras.ops.convert_to_numpy(variable)
     if value.dtype.name == "bfloat16":  # NumPy has no such type; float32 holds it
         return value.astype(np.float32)
@@ -344,6 +361,14 @@ def _storable(variable, dtype: str | None) -> np.ndarray:
         )
     if dtype is None or value.dtype.kind != "f":
         return value
+    if dtype.endswith("bit"):
+        if value.dtype == np.float16:
+            return value  # it could not hold what levels say
+        squared = variable.name.endswith("variance")
+        try:
+            return Levels.of(value, int(dtype[0]), squared)
+        except ValueError:  # as of frozen layers with values that are not finite
+            return value
     with np.errstate(over="ignore"):
         short = value.astype(dtype)
     if not np.array_equal(np.isfinite(short), np.isfinite(value)):

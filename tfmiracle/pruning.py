@@ -7,7 +7,9 @@ import numpy as np
 from tfmiracle import philox
 from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.decoder import DecodedNetwork, decode_blocks, decoded_network
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 
 STRATEGIES = ("uniform", "magnitude", "kl")
 

@@ -14,7 +14,7 @@ import pathlib
 import numpy as np
 
 from tfmiracle.figures import FIGURES, captions, draw_figures
-from tfmiracle.miracle_file import write_atomically
+from tfmiracle.files import write_atomically
 from tfmiracle.records import (
     BUDGET_TOLERANCE,
     CONVERGED_FACTOR,

@@ -5,7 +5,8 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-STORED_TYPES = ("float16", "float32")
+STORED_TYPES = ("float16", "float32", *(f"{bits}bit" for bits in range(2, 9)))
+STATISTICS = "8bit"  # how those of BatchNormalization are stored, unless a rule says
 # Of words in the order of the alphabet.
 _RULE = re.compile(
     rf"code|(?P<store>store)(=(?P<dtype>{'|'.join(STORED_TYPES)}))?|"
@@ -19,7 +20,9 @@ class Treatment:
 
     Attributes:
       stored: whether it is stored instead of coded.
-      dtype: for a stored one, "float16" or "float32"; by default its own.
+      dtype: for a stored one, "float16", "float32", or "2bit" to "8bit" for levels on
+        a scale of the variable's own (`tfmiracle.codec.parts.Levels`); by default its
+        own.
       hash_factor: for a coded one, how many entries share a weight on average (Chen et
         al. 2015).
       own_scale: whether it has a coding scale of its own, and does not share one with
@@ -33,8 +36,8 @@ class Treatment:
 
     @classmethod
     def parse(cls, text: str) -> "Treatment":
-        """Reads "code", "hash=64", "own_scale", "hash=2 own_scale", "store" or
-        "store=float16".
+        """Reads "code", "hash=64", "own_scale", "hash=2 own_scale", "store",
+        "store=float16" or "store=6bit".
 
         Raises:
           ValueError: if it is something else.
@@ -62,17 +65,22 @@ class Treatment:
 
 
 def treat(
-    paths: Sequence[str], codable: Sequence[bool], rules: dict[str, str] | None
+    paths: Sequence[str],
+    codable: Sequence[bool],
+    rules: dict[str, str] | None,
+    statistics: Sequence[bool] | None = None,
 ) -> list[Treatment]:
     """Decides how every variable of a network is treated.
 
-    By default what can be coded is coded, and the rest is stored as it is. Where
-    several rules fit a variable, the last one counts.
+    By default what can be coded is coded, statistics are stored in `STATISTICS` and the
+    rest as it is. Where several rules fit a variable, the last one counts.
 
     Args:
       paths: paths of the variables.
       codable: whether each of them trains, and is of floating-point numbers.
       rules: pattern of a path (see `match_path`) -> text of a treatment.
+      statistics: whether each of them is one that a normalization takes of its inputs;
+        by default none is.
 
     Raises:
       ValueError: if a text cannot be read, or a pattern fits no variable or, where it
@@ -83,7 +91,10 @@ def treat(
             "`rules` must be a dict, pattern of a path -> treatment. "
             f"Received: rules={rules!r}"
         )
-    treatments = [Treatment(stored=not c) for c in codable]
+    treatments = [
+        Treatment(stored=not c, dtype=STATISTICS if s and not c else None)
+        for c, s in zip(codable, statistics or [False] * len(codable), strict=True)
+    ]
     for pattern, text in (rules or {}).items():
         treatment = Treatment.parse(text)
         fitting = [i for i, path in enumerate(paths) if match_path(path, pattern)]

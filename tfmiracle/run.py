@@ -21,7 +21,7 @@ from tfmiracle import progress
 from tfmiracle.callbacks import CompressionCallback
 from tfmiracle.coding_loop import CodingLoop, plain_logs
 from tfmiracle.environment import environment
-from tfmiracle.miracle_file import check_folder, write_atomically
+from tfmiracle.files import check_folder, write_atomically
 from tfmiracle.models import posteriors
 
 PHASES = ("warmup", "variational", "coding")

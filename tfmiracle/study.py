@@ -26,8 +26,8 @@ from tfmiracle.data import checksum
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment, usable_cores
+from tfmiracle.files import check_folder, write_atomically
 from tfmiracle.loading import accuracy_of, to_network
-from tfmiracle.miracle_file import check_folder, write_atomically
 from tfmiracle.models import VariationalModel
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.progress import one_line, warnings_on_one_line
