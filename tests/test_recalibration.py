@@ -84,4 +84,7 @@ def test_the_callback_recalibrates_before_it_writes(tmp_path, quick):
     model.fit(X, X[:, :3], verbose=0, callbacks=[callback])
     loaded = tfmiracle.load(tmp_path / "a.miracle")
     mean, _ = expected(*loaded.get_layer("one").get_weights(), [X])
-    np.testing.assert_allclose(loaded.get_layer("norm").moving_mean, mean, rtol=1e-4)
+    found = loaded.get_layer("norm").moving_mean
+    step = np.max(np.abs(mean)) / 127  # in levels of 8 bits
+    np.testing.assert_allclose(found, mean, atol=0.52 * step)
+    np.testing.assert_array_equal(found, model.net.get_layer("norm").moving_mean)
