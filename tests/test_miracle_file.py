@@ -31,7 +31,6 @@ from tfmiracle.miracle_file import (
     FileFormatError,
     MiracleFile,
     check_description,
-    section_bytes,
 )
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -221,11 +220,10 @@ def test_bytes_are_those_of_the_document():
 
 @given(files())
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_sections_are_the_whole_file(file):
-    data = file.to_bytes()
-    sizes = section_bytes(data)
-    assert sum(sizes.values()) == len(data)
-    assert sizes["indices"] == file.payload_bytes + 9
+def test_parts_are_the_whole_file(file):
+    sizes = file.part_bytes()
+    assert sum(sizes.values()) == len(file.to_bytes())
+    assert sizes["indices"] == file.payload_bytes
 
 
 def test_what_is_printed_holds_no_arrays():

@@ -85,7 +85,10 @@ def test_the_callback_recalibrates_before_it_writes(tmp_path, quick):
     model.fit(X, X[:, :3], verbose=0, callbacks=[callback])
     loaded = tfmiracle.load(tmp_path / "a.miracle")
     mean, _ = expected(*loaded.get_layer("one").get_weights(), [X])
-    np.testing.assert_allclose(loaded.get_layer("norm").moving_mean, mean, rtol=1e-4)
+    found = loaded.get_layer("norm").moving_mean
+    step = np.max(np.abs(mean)) / 127  # in levels of 8 bits
+    np.testing.assert_allclose(found, mean, atol=0.52 * step)
+    np.testing.assert_array_equal(found, model.net.get_layer("norm").moving_mean)
 
 
 # Calls of the network in which its statistics are constants.
@@ -204,9 +207,8 @@ def test_nothing_else_changes(eager):
             keras.layers.Dropout(0.5),
         ]
     )
-    model = tfmiracle.VariationalModel(
-        model, block_size=7, initial_budget=4.0, annealing_steps=9
-    )
+    falling = tfmiracle.MeanKL(initial_budget=4.0, annealing_steps=9)
+    model = tfmiracle.VariationalModel(model, falling, block_size=7)
     before = {v.path: v.numpy() for v in model.variables}
     recalibrate(model, [X])
     changed = [v.path for v in model.variables if np.any(v.numpy() != before[v.path])]
