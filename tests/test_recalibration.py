@@ -184,6 +184,7 @@ def test_shared_layers_take_the_mean_over_their_calls(eager):
         np.testing.assert_allclose(value, expected, rtol=1e-4)
 
 
+@keras.saving.register_keras_serializable("test_recalibration")
 class Counts(keras.layers.Layer):
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)

@@ -17,8 +17,8 @@ from support import DEFAULTS, DICTIONARY2, GOLDEN, PACKAGE
 from test_decoder import DIGESTS, digest
 from test_miracle_file import assert_same, empty_file, files, small_file, varint
 
-from tfmiracle.codec import code, keras_json, version2
-from tfmiracle.codec.code import MinimalRandomCode, RandomCode, register_code
+from tfmiracle.codec import keras_json, version2
+from tfmiracle.codec.code import CODES, MinimalRandomCode, RandomCode
 from tfmiracle.codec.parts import Levels
 from tfmiracle.decoder import decode
 from tfmiracle.layout import CodedVariable, WeightLayout
@@ -341,7 +341,7 @@ def test_a_fingerprint_tells_networks_apart():
 
 @pytest.fixture
 def signs():
-    @register_code
+    @CODES.register
     @dataclasses.dataclass(frozen=True)
     class Signs(RandomCode):
         """A bit for each weight."""
@@ -372,7 +372,7 @@ def signs():
             return bits[: num_blocks * block_size].reshape(num_blocks, block_size)
 
     yield Signs
-    del code._CODES["signs"]
+    del CODES._classes["signs"]
 
 
 def of_signs(cls):
@@ -391,10 +391,12 @@ def test_a_registered_code_decodes(signs):
 
 def test_an_unknown_code_is_named(signs):
     data = of_signs(signs).to_bytes()
-    del code._CODES["signs"]
-    with pytest.raises(FileFormatError, match=r"no random code 'signs'.*'mrc'"):
+    del CODES._classes["signs"]
+    with pytest.raises(
+        FileFormatError, match=r"needs 'signs', which is not registered here, only mrc"
+    ):
         MiracleFile.from_bytes(data)
-    code._CODES["signs"] = signs
+    CODES.register(signs)
 
 
 # Damage.

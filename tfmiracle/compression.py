@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import types
 from collections.abc import Sequence
 
 import keras
@@ -182,13 +183,14 @@ def compress(
         if not (to_come or (begun and _is_copied(source, output))):
             files.check_output(output, overwrite)
     check_model(model)
+    description = plain_architecture(model)  # raises, before anything else is done
+    once = isinstance(data, types.GeneratorType)
     loss_weights = None
     if loss is None and model.compiled:
         loss = model.loss
         loss_weights = compiled_loss_weights(model)
     labelled = loss is not None and not distill
-    once = workdir is None
-    data = read_data("data", data, model, labelled, once=once)
+    data = read_data("data", data, model, labelled, once=workdir is None)
     if validation_data is not None:
         validation_data = read_data(
             "validation_data", validation_data, model, labelled, ends=True
@@ -203,7 +205,9 @@ def compress(
         validation_data = relabel(validation_data, model, hard, batch_size)
     examples = training_batches(data, recipe)
     batches = shifted(examples, recipe) if recipe.max_shift else examples
-    batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
+    batch = None
+    if not once or loss is None:  # what a generator gives is for the training
+        batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
     net = _copy(model, recipe.seed, batch)
     if loss is None and not _adds_losses(net, batch):
         raise ValueError(
@@ -236,7 +240,7 @@ def compress(
         "loss_weights": _description(loss_weights),
         "class_weight": _description(class_weight),
         "metrics": _description(metrics),
-        "model": plain_architecture(model),
+        "model": description,
         "weights": checksum(net.get_weights()),
         "data": checksum(data),
         "validation_data": checksum(validation_data),

@@ -174,5 +174,7 @@ def check_description(architecture: dict, names: Sequence[str]) -> None:
             f"The network has {len(names):,} variables; a file has room for "
             f"{MAX_VARIABLES:,}."
         )
+    if len(set(names)) < len(names) or not all(map(str.isprintable, names)):
+        raise FileFormatError("The names of variables are equal, or not printable.")
     content = {"model": architecture, "names": [*names], "metadata": {}}
     strict_json.parse(json.dumps(content).encode())
