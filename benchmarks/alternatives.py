@@ -12,11 +12,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import cli
-from tfmiracle.callbacks import CompressionCallback
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.coding.minimal_random import EncodedBlocks, MinimalRandomCoder
-from tfmiracle.layout import WeightLayout
-from tfmiracle.models import VariationalModel
+from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.posteriors.block_posterior import BlockPosterior
+from tfmiracle.training.callbacks import CompressionCallback
 
 CANDIDATES = 4
 JUDGES = 1000  # training images

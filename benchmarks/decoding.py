@@ -8,10 +8,10 @@ import tempfile
 import numpy as np
 from timing import best_of_each
 
-from tfmiracle.codebook import CODEBOOKS
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.codebook import CODEBOOKS
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.decoder import decode
-from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
     CodedGroup,
     MiracleFile,

@@ -21,9 +21,9 @@ from timing import (
     words_per_ms,
 )
 
-from tfmiracle import codebook, philox
+from tfmiracle.codec import codebook, philox
 from tfmiracle.coding import minimal_random as coder
-from tfmiracle.mean_kl import log_scale_ratio
+from tfmiracle.posteriors.mean_kl import log_scale_ratio
 
 BITS = 20
 SEED = 7

@@ -34,11 +34,11 @@ from timing import machine, peak_mb
 
 import tfmiracle
 from tfmiracle.files import write_atomically
+from tfmiracle.hosts.network import plain_architecture
+from tfmiracle.hosts.recalibration import recalibrate
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.network import plain_architecture
-from tfmiracle.recalibration import recalibrate
 
 VALIDATION = 5000  # images of the training set, by which settings are chosen
 BATCH_SIZE = 64

@@ -22,17 +22,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.codec.coded_posterior import CodedPosterior
+from tfmiracle.codec.pruning import pruned_networks
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode, decoded_network
 from tfmiracle.files import write_atomically
-from tfmiracle.loading import accuracy_of, set_weights, to_network
+from tfmiracle.hosts.loading import accuracy_of, set_weights, to_network
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.pruning import pruned_networks
-from tfmiracle.records import read_record
-from tfmiracle.task import task_of
+from tfmiracle.studies.records import read_record
+from tfmiracle.studies.task import task_of
 
 BATCHES = 100
 FRACTIONS = tuple(i / 10 for i in range(10))

@@ -27,7 +27,7 @@ from timing import machine
 
 from tfmiracle.environment import configure
 from tfmiracle.files import write_atomically
-from tfmiracle.records import mean_and_error
+from tfmiracle.studies.records import mean_and_error
 
 configure()  # before TensorFlow is imported
 

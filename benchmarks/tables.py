@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from tfmiracle.records import mean_and_error
+from tfmiracle.studies.records import mean_and_error
 
 
 def markdown(titles: Sequence, rows: Iterable[Sequence]) -> str:

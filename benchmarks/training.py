@@ -8,8 +8,8 @@ import tensorflow as tf
 from timing import best_of_each
 
 import tfmiracle
-from tfmiracle.architectures import lenet5
-from tfmiracle.compression import STEPS_PER_EXECUTION, _training_batches
+from tfmiracle.studies.architectures import lenet5
+from tfmiracle.training.compression import STEPS_PER_EXECUTION, _training_batches
 
 BATCH_SIZE = 200
 STEPS = 160

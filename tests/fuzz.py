@@ -41,11 +41,11 @@ import reference_decoder2
 import version1
 from support import DEFAULTS, DICTIONARY, DICTIONARY2, GOLDEN, join_sections
 
-from tfmiracle.codebook import CODEBOOKS, normal_quantiles
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.codebook import CODEBOOKS, normal_quantiles
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import Levels
 from tfmiracle.decoder import decode
-from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
     STORED_DTYPES,
     CodedGroup,
@@ -656,7 +656,8 @@ def guided(arguments: list[str]) -> None:
     with atheris.instrument_imports():
         for name in [m for m in sys.modules if m.startswith("tfmiracle")]:
             del sys.modules[name]
-        from tfmiracle import codebook, decoder, miracle_file
+        from tfmiracle import decoder, miracle_file
+        from tfmiracle.codec import codebook
     globals().update(
         decode=decoder.decode,
         MiracleFile=miracle_file.MiracleFile,

@@ -22,7 +22,8 @@ import numpy as np
 # checkpoint after every execution of the training loop.
 CHILD = """
 import os, signal, sys, threading
-from tfmiracle import cli, run
+from tfmiracle import cli
+from tfmiracle.training import run
 
 writes, delay, *arguments = sys.argv[1:]
 left, write = int(writes), run.write_atomically

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from tfmiracle.records import read_records
+from tfmiracle.studies.records import read_records
 
 FALLING = [5, 4, 3, 2, 1.2, 1.1, 1.05, 1.02, 1.01, 1.0]  # converged from the sixth on
 

@@ -86,7 +86,7 @@ def compiled():
 
 def fix_all(model, seed=0):
     """Fixes every block of a model to a random candidate, as if it had been coded."""
-    from tfmiracle.models import posteriors
+    from tfmiracle.hosts.models import posteriors
 
     rng = np.random.default_rng(seed)
     for posterior, _ in posteriors(model):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmiracle.augmentation import check_shift, random_shift
+from tfmiracle.training.augmentation import check_shift, random_shift
 
 IMAGES = np.random.default_rng(0).normal(size=(1000, 4, 6, 2)).astype(np.float32)
 

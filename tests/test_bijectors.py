@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from tfmiracle.bijectors import MeanKLBijector
+from tfmiracle.posteriors.bijectors import MeanKLBijector
 
 tfd = tfp.distributions
 NU, RHO = 0.3, 0.2

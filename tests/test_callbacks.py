@@ -8,12 +8,14 @@ import pytest
 from keras import layers
 
 import tfmiracle
-from tfmiracle import CompressionCallback, callbacks, codebook
+from tfmiracle import CompressionCallback
+from tfmiracle.codec import codebook
 from tfmiracle.decoder import decode
+from tfmiracle.hosts.models import plain_weights, posteriors
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.models import plain_weights, posteriors
+from tfmiracle.training import callbacks
 
 BITS = 8
 

@@ -18,16 +18,17 @@ from keras import layers
 from support import CONFIGS, GOLDEN, fix_all, run_python
 
 import tfmiracle
-from tfmiracle import CodedPosterior, cli, compression
-from tfmiracle import run as run_module
+from tfmiracle import CodedPosterior, cli
+from tfmiracle.codec.pruning import STRATEGIES, pruned_networks
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
-from tfmiracle.loading import accuracy_of, to_network
+from tfmiracle.hosts.loading import accuracy_of, to_network
+from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.network import to_file
-from tfmiracle.pruning import STRATEGIES, pruned_networks
+from tfmiracle.training import compression
+from tfmiracle.training import run as run_module
 
 SIZES = {
     "file_bytes",

@@ -9,8 +9,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from tfmiracle import codebook, philox
-from tfmiracle.philox import Domain
+from tfmiracle.codec import codebook, philox
+from tfmiracle.codec.philox import Domain
 
 SEED = 0x0123456789ABCDEF
 
@@ -135,7 +135,8 @@ def test_no_blocks():
 
 def test_decoding_needs_no_tensorflow():
     code = (
-        "import sys, tfmiracle.codebook as c; c.candidates(0, [0], [0], 2, True); "
+        "import sys, tfmiracle.codec.codebook as c\n"
+        "c.candidates(0, [0], [0], 2, True)\n"
         "assert not {'tensorflow', 'keras'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

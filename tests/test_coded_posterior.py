@@ -8,7 +8,7 @@ from support import fix_all
 
 import tfmiracle
 from tfmiracle import CodedPosterior
-from tfmiracle.network import coded_posterior, to_file
+from tfmiracle.hosts.network import coded_posterior, to_file
 
 
 def model(seed=0, block_size=7):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from support import HOST
 
-from tfmiracle import codebook, philox
+from tfmiracle.codec import codebook, philox
+from tfmiracle.codec.philox import Domain
 from tfmiracle.coding import minimal_random as coder
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
-from tfmiracle.philox import Domain
 
 SEED = 0xFEDCBA9876543210
 BITS = 15  # more than a chunk of either pass

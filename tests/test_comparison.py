@@ -11,9 +11,9 @@ from keras import layers, ops
 from support import fix_all
 
 import tfmiracle
-from tfmiracle.comparison import first_difference
+from tfmiracle.hosts.comparison import first_difference
+from tfmiracle.hosts.network import check_network
 from tfmiracle.keras_internals import walk
-from tfmiracle.network import check_network
 
 registered = keras.saving.register_keras_serializable("test_comparison")
 

@@ -16,17 +16,18 @@ from keras import layers
 from support import CONFIGS, fix_all
 
 import tfmiracle
-from tfmiracle import PAPER, Recipe, callbacks, cli, compression, run
-from tfmiracle.data import shifted, training_batches
+from tfmiracle import PAPER, Recipe, cli
 from tfmiracle.datasets import load_dataset
+from tfmiracle.hosts.models import VariationalModel
+from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.models import VariationalModel
-from tfmiracle.network import to_file
 from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
-from tfmiracle.size import block_size_for, target_bytes
+from tfmiracle.training import callbacks, compression, run
+from tfmiracle.training.data import shifted, training_batches
+from tfmiracle.training.size import block_size_for, target_bytes
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(

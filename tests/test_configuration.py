@@ -11,9 +11,9 @@ from support import fix_all
 
 import tfmiracle
 from tfmiracle import load
+from tfmiracle.hosts.models import VariationalModel
+from tfmiracle.hosts.network import check_network, plain_architecture, to_file
 from tfmiracle.keras_internals import walk
-from tfmiracle.models import VariationalModel
-from tfmiracle.network import check_network, plain_architecture, to_file
 
 
 def batch(shape, seed=0):

@@ -20,12 +20,12 @@ from support import fix_all
 
 import tfmiracle
 from tfmiracle.decoder import decode
-from tfmiracle.loading import to_network
+from tfmiracle.hosts.loading import to_network
+from tfmiracle.hosts.models import plain_weights
+from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.models import plain_weights
-from tfmiracle.network import to_file
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "coverage.md"
 WRITE = "TFMIRACLE_WRITE_COVERAGE"

@@ -9,9 +9,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfmiracle
-from tfmiracle import Recipe, compression, run
-from tfmiracle.data import read_data, training_batches
-from tfmiracle.models import WholeBatches, fixed_batch
+from tfmiracle import Recipe
+from tfmiracle.hosts.models import WholeBatches, fixed_batch
+from tfmiracle.training import compression, run
+from tfmiracle.training.data import read_data, training_batches
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 Y = np.argmax(X[:, :3], 1)

@@ -9,7 +9,7 @@ import tensorflow_probability as tfp
 
 import tfmiracle
 from tfmiracle import predict_ensemble, variable_summary
-from tfmiracle.models import posteriors
+from tfmiracle.hosts.models import posteriors
 from tfmiracle.posteriors.block_posterior import BlockPosterior
 
 

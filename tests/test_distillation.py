@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfmiracle
 from tfmiracle import Recipe
-from tfmiracle.distillation import relabel, soft_loss
+from tfmiracle.training.distillation import relabel, soft_loss
 
 X = np.random.default_rng(0).normal(size=(300, 4)).astype(np.float32)
 Y = np.argmax(X[:, :3], 1)

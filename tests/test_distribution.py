@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 import tfmiracle
-from tfmiracle.models import posteriors
+from tfmiracle.hosts.models import posteriors
 
 (cpu,) = tf.config.list_physical_devices("CPU")
 two = [tf.config.LogicalDeviceConfiguration()] * 2

@@ -74,7 +74,7 @@ from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.loading import to_network
+from tfmiracle.hosts.loading import to_network
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 
 PARTS = ("mean_kl", "mean_var")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from study_records import curve, loaded, record, sparse, with_all
 
-from tfmiracle import figures
-from tfmiracle.figures import FIGURES, captions, draw_figures
+from tfmiracle.studies import figures
+from tfmiracle.studies.figures import FIGURES, captions, draw_figures
 
 pytest.importorskip("matplotlib")
 

@@ -8,7 +8,7 @@ import fuzz
 import pytest
 from support import GOLDEN
 
-from tfmiracle import codebook
+from tfmiracle.codec import codebook
 from tfmiracle.codec.code import MinimalRandomCode
 
 

@@ -12,8 +12,8 @@ from keras import layers
 from support import COUNT_COMPILED, fix_all, run_python
 
 import tfmiracle
-from tfmiracle.layers import MeanKLLayer
-from tfmiracle.models import posteriors
+from tfmiracle.hosts.layers import MeanKLLayer
+from tfmiracle.hosts.models import posteriors
 from tfmiracle.posteriors.block_posterior import BlockPosterior
 from tfmiracle.posteriors.parameterization import MeanKL
 

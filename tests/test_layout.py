@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmiracle.architectures import lenet5
-from tfmiracle.layout import CodedVariable, WeightLayout
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
+from tfmiracle.studies.architectures import lenet5
 
 DETERMINISTIC = settings(max_examples=30, deadline=None, derandomize=True)
 

@@ -11,9 +11,9 @@ from keras import layers
 from support import GOLDEN, run_python
 
 import tfmiracle
-from tfmiracle import allowed, loading
 from tfmiracle.decoder import DecodedNetwork
-from tfmiracle.loading import build_network, to_network
+from tfmiracle.hosts import allowed, loading
+from tfmiracle.hosts.loading import build_network, to_network
 from tfmiracle.miracle_file import (
     FileFormatError,
 )
@@ -287,7 +287,7 @@ COSTLY = {
 RUN = """
 import json, resource
 from tfmiracle.decoder import DecodedNetwork
-from tfmiracle.loading import to_network
+from tfmiracle.hosts.loading import to_network
 from tfmiracle.miracle_file import (
     FileFormatError,
 )
@@ -331,7 +331,7 @@ def test_nested_models_take_time_by_their_depth():
 
 
 def plain(net):
-    from tfmiracle.network import plain_architecture
+    from tfmiracle.hosts.network import plain_architecture
 
     return plain_architecture(net)
 
@@ -492,8 +492,8 @@ ALONE = """
 import tfmiracle
 model = tfmiracle.load(sys.argv[1])
 print(model.count_params())
-heavy = {"tensorflow_probability", "tfmiracle.posteriors", "tfmiracle.layers"}
-heavy |= {"tfmiracle.models", "tfmiracle.network", "tf_keras"}
+heavy = {"tensorflow_probability", "tfmiracle.posteriors", "tfmiracle.hosts.layers"}
+heavy |= {"tfmiracle.hosts.models", "tfmiracle.hosts.network", "tf_keras"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 
@@ -501,7 +501,7 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
 def test_loading_needs_keras_and_numpy_only(tmp_path):
     from support import fix_all
 
-    from tfmiracle.network import to_file
+    from tfmiracle.hosts.network import to_file
 
     net = keras.Sequential([layers.Input((6,)), layers.Dense(5), layers.Dense(3)])
     model = tfmiracle.VariationalModel(net, block_size=16, block_bits=8)

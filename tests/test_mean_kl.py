@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfmiracle.mean_kl import (
+from tfmiracle.posteriors.mean_kl import (
     kl_from_standardized,
     log_scale_ratio,
     log_scale_ratio_pade,

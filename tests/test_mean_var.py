@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support import posterior_of
 
 import tfmiracle
-from tfmiracle.layout import CodedVariable, WeightLayout
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
+from tfmiracle.hosts.models import posteriors as find_posteriors
 from tfmiracle.posteriors.parameterization import MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
 
@@ -218,7 +219,7 @@ def test_fit_brings_the_kl_to_the_budget(make, tmp_path):
         metrics=["accuracy"],
         steps_per_execution=4,
     )
-    posteriors = [p for p, _ in tfmiracle.models.posteriors(model)]
+    posteriors = [p for p, _ in find_posteriors(model)]
     start = np.concatenate([p.block_kl() for p in posteriors]) / LN2
     assert np.mean(start) > 30
     model.fit(*data(), batch_size=16, epochs=120, verbose=0)
@@ -235,7 +236,7 @@ def test_fit_brings_the_kl_to_the_budget(make, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(loaded(data()[0]), logits, rtol=1e-5, atol=1e-5)
-    for old, new in zip(posteriors, tfmiracle.models.posteriors(loaded), strict=True):
+    for old, new in zip(posteriors, find_posteriors(loaded), strict=True):
         np.testing.assert_array_equal(old.beta, new[0].beta)
 
 

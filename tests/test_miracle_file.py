@@ -20,11 +20,11 @@ from hypothesis.extra import numpy as hnp
 from support import DICTIONARY, GOLDEN, join_sections
 
 from tfmiracle import miracle_file
-from tfmiracle.codebook import CODEBOOKS, normal_quantiles
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.codebook import CODEBOOKS, normal_quantiles
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.decoder import decode
 from tfmiracle.files import check_folder, check_output, write_atomically
-from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
     STORED_DTYPES,
     CodedGroup,

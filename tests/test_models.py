@@ -13,7 +13,7 @@ from keras import layers
 from support import COUNT_COMPILED, HOST, run_python
 
 import tfmiracle
-from tfmiracle.models import (
+from tfmiracle.hosts.models import (
     VariationalModel,
     codable_variables,
     plain_weights,

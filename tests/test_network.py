@@ -11,19 +11,19 @@ from keras import layers
 from support import DEFAULTS, fix_all, run_python
 
 import tfmiracle
-from tfmiracle import compression
 from tfmiracle.codec import keras_json
 from tfmiracle.decoder import decode
-from tfmiracle.layers import MeanKLLayer
-from tfmiracle.loading import build_network, load, to_network
-from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
-from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import (
+from tfmiracle.hosts.layers import MeanKLLayer
+from tfmiracle.hosts.loading import build_network, load, to_network
+from tfmiracle.hosts.models import plain_weights, posteriors
+from tfmiracle.hosts.network import (
     check_network,
     plain_architecture,
     round_stored,
     to_file,
 )
+from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
+from tfmiracle.training import compression
 
 pytestmark = pytest.mark.usefixtures("eager")
 

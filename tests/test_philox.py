@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from tfmiracle import philox
-from tfmiracle.philox import Domain
+from tfmiracle.codec import philox
+from tfmiracle.codec.philox import Domain
 
 # Random123's kat_vectors: counter, key, expected words.
 KNOWN_ANSWERS = [

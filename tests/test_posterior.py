@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import posterior_of
 
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode_blocks
-from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
     CodedGroup,
 )

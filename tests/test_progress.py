@@ -6,7 +6,7 @@ import warnings
 import keras
 import pytest
 
-from tfmiracle import progress
+from tfmiracle.training import progress
 
 
 @pytest.mark.parametrize("total", [1, 3, 9, 10, 77, 6000])

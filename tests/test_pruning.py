@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from support import fix_all
 
 import tfmiracle
-from tfmiracle import CodedPosterior, decoder, pruning
+from tfmiracle import CodedPosterior, decoder
+from tfmiracle.codec import pruning
+from tfmiracle.codec.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.decoder import decode
-from tfmiracle.loading import accuracy_of, to_network
-from tfmiracle.network import to_file
-from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
+from tfmiracle.hosts.loading import accuracy_of, to_network
+from tfmiracle.hosts.network import to_file
 
 CHECKS = settings(max_examples=20, deadline=None, derandomize=True)
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from support import fix_all
 
 import tfmiracle
-from tfmiracle.recalibration import recalibrate
+from tfmiracle.hosts.recalibration import recalibrate
 
 X = np.random.default_rng(0).normal(2, 3, size=(60, 4)).astype(np.float32)
 

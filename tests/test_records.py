@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from study_records import FALLING, curve, loaded, record, saved
 
-from tfmiracle.records import iterations_to_converge, mean_and_error, read_records
+from tfmiracle.studies.records import (
+    iterations_to_converge,
+    mean_and_error,
+    read_records,
+)
 
 # Reading
 

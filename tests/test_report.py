@@ -13,10 +13,10 @@ import scipy.stats
 from study_records import FALLING, curve, loaded, record, saved, sparse, with_all
 from support import run_python
 
-from tfmiracle import report
-from tfmiracle.figures import FIGURES
-from tfmiracle.records import iterations_to_same_loss, read_records
-from tfmiracle.report import (
+from tfmiracle.studies import report
+from tfmiracle.studies.figures import FIGURES
+from tfmiracle.studies.records import iterations_to_same_loss, read_records
+from tfmiracle.studies.report import (
     convergence_table,
     pruning_statements,
     table1,
@@ -413,7 +413,7 @@ def test_bytes_are_the_same_in_another_process(made, tmp_path):
     """
     code = """
 import sys
-from tfmiracle.report import write_report
+from tfmiracle.studies.report import write_report
 assert "matplotlib" not in sys.modules
 import matplotlib
 matplotlib.rcParams.update({"font.size": 20, "lines.linewidth": 9})

@@ -6,9 +6,9 @@ import pytest
 from support import fix_all
 
 import tfmiracle
+from tfmiracle.codec.rules import Treatment, match_path, treat
 from tfmiracle.decoder import decode
-from tfmiracle.network import to_file
-from tfmiracle.rules import Treatment, match_path, treat
+from tfmiracle.hosts.network import to_file
 
 PATHS = ["net/a/kernel", "net/a/bias", "net/norm/gamma", "net/norm/mean"]
 CODABLE = [True, True, True, False]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import tfmiracle
-from tfmiracle import Recipe, compression, run
+from tfmiracle import Recipe
+from tfmiracle.training import compression, run
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 RECIPE = Recipe(

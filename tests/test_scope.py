@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfmiracle.layers import MeanKLDense
-from tfmiracle.models import VariationalModel
-from tfmiracle.scope import (
+from tfmiracle.hosts.layers import MeanKLDense
+from tfmiracle.hosts.models import VariationalModel
+from tfmiracle.hosts.scope import (
     SubstitutionScope,
     is_substituted,
     refuse_rematerialization,

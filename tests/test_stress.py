@@ -15,13 +15,13 @@ from test_callbacks import small_net
 
 import tfmiracle
 from tfmiracle import CompressionCallback, Recipe, VariationalModel
-from tfmiracle.codebook import normals
+from tfmiracle.codec.codebook import normals
+from tfmiracle.codec.philox import Domain
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.decoder import decode
-from tfmiracle.loading import load
-from tfmiracle.models import posteriors
-from tfmiracle.network import to_file
-from tfmiracle.philox import Domain
+from tfmiracle.hosts.loading import load
+from tfmiracle.hosts.models import posteriors
+from tfmiracle.hosts.network import to_file
 
 PARTS = ("mean_kl", "mean_var")
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -335,7 +335,7 @@ import numpy as np
 import tfmiracle
 from support import fix_all
 from tfmiracle.decoder import decode
-from tfmiracle.network import to_file
+from tfmiracle.hosts.network import to_file
 
 SIDE = 3163  # times SIDE + 1 for the bias: 10,007,732 weights
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from absl import flags
 
-from tfmiracle import PAPER, Recipe, cli, study
-from tfmiracle.architectures import ARCHITECTURES
+from tfmiracle import PAPER, Recipe, cli
 from tfmiracle.posteriors.parameterization import MeanVar
-from tfmiracle.study import Study, cell_name, run_study
+from tfmiracle.studies import study
+from tfmiracle.studies.architectures import ARCHITECTURES
+from tfmiracle.studies.study import Study, cell_name, run_study
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "paper_table1.flags"
 RECIPE = Recipe(

@@ -6,7 +6,7 @@ import pytest
 from keras import layers
 
 from tfmiracle.datasets import Dataset
-from tfmiracle.task import task_of
+from tfmiracle.studies.task import task_of
 
 SPARSE = "sparse_categorical_crossentropy"
 RNG = np.random.default_rng(0)

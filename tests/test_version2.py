@@ -19,9 +19,9 @@ from test_miracle_file import assert_same, empty_file, files, small_file, varint
 
 from tfmiracle.codec import keras_json, version2
 from tfmiracle.codec.code import CODES, MinimalRandomCode, RandomCode
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import Levels
 from tfmiracle.decoder import decode
-from tfmiracle.layout import CodedVariable, WeightLayout
 from tfmiracle.miracle_file import (
     CodedGroup,
     FileFormatError,

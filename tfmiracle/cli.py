@@ -30,24 +30,19 @@ import numpy as np
 from absl import flags
 
 from tfmiracle import __version__
-from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.codec.coded_posterior import CodedPosterior
+from tfmiracle.codec.pruning import STRATEGIES, pruned_networks, pruning_order
+from tfmiracle.codec.rules import Treatment, match_path
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import configure
-from tfmiracle.miracle_file import (
-    Levels,
-    MiracleFile,
-    check_folder,
-    check_output,
-    write_atomically,
-)
+from tfmiracle.files import check_folder, check_output, write_atomically
+from tfmiracle.miracle_file import Levels, MiracleFile
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
-from tfmiracle.progress import one_line, warnings_on_one_line
-from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
 from tfmiracle.recipe import Recipe
-from tfmiracle.report import write_report
-from tfmiracle.rules import Treatment, match_path
-from tfmiracle.summary import compression, show_compression, show_sizes, sizes
+from tfmiracle.studies.report import write_report
+from tfmiracle.training.progress import one_line, warnings_on_one_line
+from tfmiracle.training.summary import compression, show_compression, show_sizes, sizes
 
 _DATA_HELP = (
     "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
@@ -313,8 +308,8 @@ def _compress(values):
     if values.validation_fraction:
         data = data.hold_out(values.validation_fraction)
     _import_tensorflow()
-    from tfmiracle.compression import compress
-    from tfmiracle.task import task_of
+    from tfmiracle.studies.task import task_of
+    from tfmiracle.training.compression import compress
 
     net = _network(values.model, data, values.dtype_policy, recipe.seed)
     task = task_of(net, data, net.loss)
@@ -376,7 +371,7 @@ def _options(values, cls):
 def _network(name, data, dtype_policy, seed):
     import keras
 
-    from tfmiracle.architectures import new_network
+    from tfmiracle.studies.architectures import new_network
 
     architectures = _architectures()
     if name in architectures:
@@ -415,7 +410,7 @@ def _network(name, data, dtype_policy, seed):
 
 
 def _architectures():
-    from tfmiracle.architectures import ARCHITECTURES
+    from tfmiracle.studies.architectures import ARCHITECTURES
 
     return ARCHITECTURES
 
@@ -470,7 +465,7 @@ def _study(values):
     check_folder(values.workdir)
     load_dataset(values.data)  # errors should come before TensorFlow does
     _import_tensorflow()
-    from tfmiracle.study import Study, run_study
+    from tfmiracle.studies.study import Study, run_study
 
     study = Study(
         workdir=values.workdir,
@@ -564,7 +559,7 @@ def _prune(values, path):
     data = load_dataset(values.data)
 
     _import_tensorflow()
-    from tfmiracle.loading import set_weights
+    from tfmiracle.hosts.loading import set_weights
 
     net, task = _decoded(file, data)
     seeds = range(values.seeds if values.strategy == "uniform" else 1)
@@ -641,8 +636,8 @@ def _evaluate(values, path):
 
 def _decoded(file, data):
     """The network of a file, and its task on a data set."""
-    from tfmiracle.loading import to_network
-    from tfmiracle.task import task_of
+    from tfmiracle.hosts.loading import to_network
+    from tfmiracle.studies.task import task_of
 
     net = to_network(decode(file))
     task = task_of(net, data)
@@ -806,7 +801,7 @@ def _export(values, path):
         check_output(output, values.overwrite)
 
     _import_tensorflow()
-    from tfmiracle.loading import load
+    from tfmiracle.hosts.loading import load
 
     model = load(path, max_weights=values.max_weights or "auto")
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as folder:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -76,7 +75,7 @@ def load_dataset(name: str | os.PathLike) -> Dataset:
       name: "digits" (1,797 images of 8x8 from scikit-learn, no download; every fifth
         one is for testing), one of `KERAS_DATASETS` (downloaded by Keras at first
         use), or the path of an `.npz` file with arrays x_train, y_train, x_test and
-        y_test. Arrays are taken as they are; `tfmiracle.task` fits them to a network.
+        y_test. Arrays are taken as they are; `task_of` fits them to a network.
 
     Raises:
       ValueError: if the data set is unknown or cannot be had, or its arrays do not fit
@@ -194,17 +193,3 @@ def class_numbers(y: np.ndarray) -> np.ndarray | None:
     if y.ndim != 1 or np.any(y < 0) or np.any(y != np.floor(y)):
         return None
     return y.astype(np.int64)
-
-
-def as_arrays(data):
-    """Structures of arrays as tf.data understands them.
-
-    Lists of arrays become tuples, and lists of numbers arrays.
-    """
-    if isinstance(data, Mapping):
-        return {key: as_arrays(part) for key, part in data.items()}
-    if isinstance(data, list | tuple) and any(
-        isinstance(part, Mapping) or len(getattr(part, "shape", ())) for part in data
-    ):
-        return tuple(as_arrays(part) for part in data)
-    return np.asarray(data)

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from tfmiracle import philox
-from tfmiracle.codebook import check_code
+from tfmiracle.codec import philox
+from tfmiracle.codec.codebook import check_code
 from tfmiracle.coding.coder import CODERS, Coder
 from tfmiracle.options import (
     FINITE,

@@ -17,9 +17,9 @@ import keras
 from keras import layers
 
 import tfmiracle
-from tfmiracle.architectures import new_network
 from tfmiracle.codec import keras_json, version2
-from tfmiracle.network import architecture_by_place, to_file
+from tfmiracle.hosts.network import architecture_by_place, to_file
+from tfmiracle.studies.architectures import new_network
 
 
 def arguments():

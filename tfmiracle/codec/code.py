@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from tfmiracle import codebook as codebooks
-from tfmiracle import philox
+from tfmiracle.codec import codebook as codebooks
+from tfmiracle.codec import philox
 from tfmiracle.registry import Registry
 
 
@@ -111,7 +111,7 @@ class MinimalRandomCode(RandomCode):
       seed: see `RandomCode`.
       block_bits: bits of an index, 0 to 28.
       codebook: "per_block" has a codebook for each block, "shared" one for all, which
-        each block sees shuffled and flipped (`tfmiracle.codebook.symmetry`).
+        each block sees shuffled and flipped (`tfmiracle.codec.codebook.symmetry`).
 
     Raises:
       ValueError: an attribute is out of range or an unknown name.

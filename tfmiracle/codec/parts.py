@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfmiracle.codec.code import RandomCode
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.codec.prior import Prior, ZeroMean
-from tfmiracle.layout import WeightLayout
 
 STORED_DTYPES = (
     "float32",

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tfmiracle.layout import WeightLayout
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.registry import Registry
 
 

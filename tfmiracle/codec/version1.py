@@ -7,9 +7,10 @@ import zlib
 
 import numpy as np
 
-from tfmiracle.codebook import CODEBOOKS, MAX_BLOCK_BITS
 from tfmiracle.codec import strict_json
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.codebook import CODEBOOKS, MAX_BLOCK_BITS
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import (
     MAX_DESCRIPTION_BYTES,
     MAX_DIMENSIONS,
@@ -22,7 +23,6 @@ from tfmiracle.codec.parts import (
     FileFormatError,
     check_claim,
 )
-from tfmiracle.layout import CodedVariable, WeightLayout
 
 START = b"MRCL\1"
 _DESCRIPTION, _LAYOUT, _INDICES, _STORED = 1, 2, 3, 4

@@ -11,6 +11,7 @@ import numpy as np
 
 from tfmiracle.codec import keras_json, strict_json
 from tfmiracle.codec.code import CODES
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import (
     MAX_DESCRIPTION_BYTES,
     MAX_DIMENSIONS,
@@ -26,7 +27,6 @@ from tfmiracle.codec.parts import (
     check_claim,
 )
 from tfmiracle.codec.prior import PRIORS
-from tfmiracle.layout import CodedVariable, WeightLayout
 
 START = b"MRCL\2"
 # Kinds of stored variables: the types, and two kinds of levels.

@@ -23,12 +23,12 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle import philox
-from tfmiracle.codebook import PER_CALL, normal_quantiles, normals, symmetry
+from tfmiracle.codec import philox
 from tfmiracle.codec.code import MinimalRandomCode
+from tfmiracle.codec.codebook import PER_CALL, normal_quantiles, normals, symmetry
+from tfmiracle.codec.philox import Domain
 from tfmiracle.coding.coder import CODERS, Coder, EncodedBlocks
 from tfmiracle.environment import usable_cores
-from tfmiracle.philox import Domain
 
 SELECTIONS = ("sample", "largest_weight")
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
@@ -51,9 +51,9 @@ class MinimalRandomCoder(Coder):
       block_bits: bits of an index, 0 to 28: there are K = 2**block_bits candidates.
       seed: unsigned 64-bit integer, which fixes the codebooks and the selection.
       codebook: "per_block" draws the candidates of each block independently, "shared"
-        draws them once, and each block sees them shuffled and flipped
-        (`tfmiracle.codebook.symmetry`). Shared, many blocks of one call are encoded an
-        order of magnitude faster on a CPU.
+        draws them once, and each block sees them shuffled and flipped (`symmetry`).
+        Shared, many blocks of one call are encoded an order of magnitude faster on a
+        CPU.
       selection: "sample" draws k with probability r_k / sum(r), the rule of Havasi et
         al.; "largest_weight" takes the largest r_k, of equal ones the first.
 

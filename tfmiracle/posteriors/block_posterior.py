@@ -7,16 +7,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec.code import RandomCode
+from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean, weights
 from tfmiracle.coding.coder import Coder
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.keras_internals import own_variables
-from tfmiracle.layout import CodedVariable, WeightLayout
-from tfmiracle.mean_kl import kl_from_standardized
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.coded_blocks import CodedBlocks
 from tfmiracle.posteriors.coding_distribution import CodingDistribution
 from tfmiracle.posteriors.fingerprint import Fingerprint
+from tfmiracle.posteriors.mean_kl import kl_from_standardized
 from tfmiracle.posteriors.noise import NoiseSeed
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.posteriors.tensors import LayoutTensors, compiled, float_weight, of_slot

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec.code import RandomCode
-from tfmiracle.layout import WeightLayout
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.posteriors.tensors import float_weight
 
 

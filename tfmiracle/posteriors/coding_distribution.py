@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.codec.prior import Prior
-from tfmiracle.layout import WeightLayout
 from tfmiracle.posteriors.tensors import float_weight
 
 # exp() of a log scale stays a normal float32, with room for the products it enters.

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.layout import WeightLayout
-from tfmiracle.mean_kl import mean_kl_standardized
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.posteriors.block_posterior import BlockPosterior
+from tfmiracle.posteriors.mean_kl import mean_kl_standardized
 from tfmiracle.posteriors.parameterization import MeanKL
 
 _MAX_LOGIT = 1e30

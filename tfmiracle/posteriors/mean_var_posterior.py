@@ -6,11 +6,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.keras_internals import has_losses
-from tfmiracle.layout import WeightLayout
-from tfmiracle.mean_kl import kl_from_standardized
 from tfmiracle.posteriors.block_posterior import BlockPosterior
 from tfmiracle.posteriors.coding_distribution import MAX_LOG_SCALE
+from tfmiracle.posteriors.mean_kl import kl_from_standardized
 from tfmiracle.posteriors.parameterization import MeanVar
 from tfmiracle.posteriors.tensors import compiled, of_slot
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.layout import WeightLayout
+from tfmiracle.codec.layout import WeightLayout
 
 
 def float_weight(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from tfmiracle.datasets import as_arrays
-from tfmiracle.mean_kl import kl_from_standardized
-from tfmiracle.models import fixed_batch, in_whole_batches, posteriors
-from tfmiracle.scope import SubstitutionScope
+from tfmiracle.hosts.models import fixed_batch, in_whole_batches, posteriors
+from tfmiracle.hosts.scope import SubstitutionScope
+from tfmiracle.posteriors.mean_kl import kl_from_standardized
+from tfmiracle.structures import as_arrays
 
 
 def variable_summary(model: keras.Model) -> list[dict]:

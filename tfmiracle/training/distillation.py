@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.datasets import as_arrays
-from tfmiracle.models import in_whole_batches
+from tfmiracle.hosts.models import in_whole_batches
+from tfmiracle.structures import as_arrays
 
 _SOFT = {
     "categorical_crossentropy": keras.losses.CategoricalCrossentropy,

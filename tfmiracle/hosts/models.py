@@ -5,20 +5,20 @@ import os
 import keras
 
 from tfmiracle.codec.prior import PRIORS, Prior
+from tfmiracle.codec.rules import Treatment, treat
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
-from tfmiracle.describe import configuration
+from tfmiracle.hosts.describe import configuration
+from tfmiracle.hosts.layers import VariationalLayer
+from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
 from tfmiracle.keras_internals import (
     children,
     has_losses,
     walk,
 )
-from tfmiracle.layers import VariationalLayer
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.block_posterior import BlockPosterior, posterior_over
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.recipe import DEFAULTS, Recipe
-from tfmiracle.rules import Treatment, treat
-from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
@@ -46,7 +46,7 @@ class VariationalModel(keras.Model):
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
         is coded, statistics of BatchNormalization are stored with 8 bits, and the rest
         as it is. A trainable variable that is stored is trained as usual. See
-        `tfmiracle.rules.Treatment`.
+        `tfmiracle.codec.rules.Treatment`.
       warm_start: whether `net` is trained; see `BlockPosterior.initialize`.
       log_scale, warm_log_scale, log_scale_rate: see `Recipe`.
       l2: weight of the sum of squares of the coded variables' values, those of the

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from tfmiracle.allowed import OWN_SEQUENTIAL, Description, NotAllowed, Sequential
 from tfmiracle.codec import version2
 from tfmiracle.decoder import DecodedNetwork, decode
-from tfmiracle.describe import configuration, essential
+from tfmiracle.hosts.allowed import OWN_SEQUENTIAL, Description, NotAllowed, Sequential
+from tfmiracle.hosts.describe import configuration, essential
 from tfmiracle.keras_internals import walk, watch_building
 from tfmiracle.miracle_file import (
     FileFormatError,
@@ -113,8 +113,8 @@ def build_network(
 
     Raises:
       FileFormatError: if the network has other weights than `shapes`.
-      ValueError: if it holds what is not allowed (`tfmiracle.allowed`), if it takes far
-        more work to build than it has weights, or if Keras cannot build it.
+      ValueError: if it holds what is not allowed (see `allowed`), if it takes far more
+        work to build than it has weights, or if Keras cannot build it.
     """
     try:
         description = Description(architecture, custom_objects)

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 
-from tfmiracle.records import (
+from tfmiracle.studies.records import (
     PARAMETERIZATIONS,
     block_sizes,
     budget_bits,

@@ -18,24 +18,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.architectures import ARCHITECTURES, new_network
-from tfmiracle.augmentation import check_shift
-from tfmiracle.coded_posterior import CodedPosterior
-from tfmiracle.compression import CompressionResult, compress
-from tfmiracle.data import checksum
+from tfmiracle.codec.coded_posterior import CodedPosterior
+from tfmiracle.codec.pruning import STRATEGIES, pruned_networks
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment, usable_cores
 from tfmiracle.files import check_folder, write_atomically
-from tfmiracle.loading import accuracy_of, to_network
-from tfmiracle.models import VariationalModel
+from tfmiracle.hosts.loading import accuracy_of, to_network
+from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
-from tfmiracle.progress import one_line, warnings_on_one_line
-from tfmiracle.pruning import STRATEGIES, pruned_networks
 from tfmiracle.recipe import Recipe
-from tfmiracle.records import read_record
-from tfmiracle.run import STEPS_PER_EXECUTION
-from tfmiracle.task import task_of
+from tfmiracle.studies.architectures import ARCHITECTURES, new_network
+from tfmiracle.studies.records import read_record
+from tfmiracle.studies.task import task_of
+from tfmiracle.training.augmentation import check_shift
+from tfmiracle.training.compression import CompressionResult, compress
+from tfmiracle.training.data import checksum
+from tfmiracle.training.progress import one_line, warnings_on_one_line
+from tfmiracle.training.run import STEPS_PER_EXECUTION
 
 RECORD_FORMAT = 1
 PRUNED_FRACTIONS = tuple(i / 10 for i in range(10))

@@ -13,11 +13,14 @@ import keras
 
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
-from tfmiracle.keras_internals import own_trainable_variables, track_as_not_trainable
+from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
+from tfmiracle.keras_internals import (
+    own_trainable_variables,
+    track_as_not_trainable,
+)
 from tfmiracle.posteriors.block_posterior import posterior_over
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 from tfmiracle.recipe import DEFAULTS
-from tfmiracle.scope import is_substituted, refuse_rematerialization, substitute
 
 
 class VariationalLayer:

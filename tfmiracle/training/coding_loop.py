@@ -10,14 +10,11 @@ import keras
 import numpy as np
 
 import tfmiracle
-from tfmiracle import files, miracle_file, progress
+from tfmiracle import files, miracle_file
 from tfmiracle.coding.coder import CODERS
 from tfmiracle.decoder import decode
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
-from tfmiracle.models import plain_weights, posteriors
-from tfmiracle.network import (
+from tfmiracle.hosts.models import plain_weights, posteriors
+from tfmiracle.hosts.network import (
     check_decoded,
     check_network,
     coded_posterior,
@@ -25,10 +22,14 @@ from tfmiracle.network import (
     round_stored,
     to_file,
 )
+from tfmiracle.hosts.recalibration import recalibrate
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
-from tfmiracle.recalibration import recalibrate
 from tfmiracle.recipe import DEFAULTS, Recipe
+from tfmiracle.training import progress
 
 
 class CodingLoop:

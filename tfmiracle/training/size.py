@@ -8,9 +8,9 @@ import re
 import keras
 import numpy as np
 
+from tfmiracle.hosts.models import VariationalModel
+from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import Levels
-from tfmiracle.models import VariationalModel
-from tfmiracle.network import to_file
 from tfmiracle.recipe import Recipe
 
 # What scales and lengths may take more in the file than in the probe for its size.

@@ -8,13 +8,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec import version2
-from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
-from tfmiracle.comparison import first_difference
+from tfmiracle.codec.coded_posterior import CodedPosterior, codes_crc32
+from tfmiracle.codec.rules import STATISTICS, Treatment
 from tfmiracle.decoder import DecodedNetwork
-from tfmiracle.describe import configuration, essential
+from tfmiracle.hosts.comparison import first_difference
+from tfmiracle.hosts.describe import configuration, essential
+from tfmiracle.hosts.layers import VariationalLayer
+from tfmiracle.hosts.loading import build_network, set_weights, to_network
+from tfmiracle.hosts.models import (
+    VariationalModel,
+    ids_under_posteriors,
+    plain_weights,
+    posteriors,
+    statistics_ids,
+)
 from tfmiracle.keras_internals import walk
-from tfmiracle.layers import VariationalLayer
-from tfmiracle.loading import build_network, set_weights, to_network
 from tfmiracle.miracle_file import (
     MAX_DESCRIPTION_BYTES,
     MAX_METADATA_BYTES,
@@ -23,14 +31,6 @@ from tfmiracle.miracle_file import (
     MiracleFile,
     check_description,
 )
-from tfmiracle.models import (
-    VariationalModel,
-    ids_under_posteriors,
-    plain_weights,
-    posteriors,
-    statistics_ids,
-)
-from tfmiracle.rules import STATISTICS, Treatment
 
 
 def to_file(

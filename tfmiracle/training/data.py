@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle.augmentation import check_shift, random_shift
-from tfmiracle.datasets import as_arrays
-from tfmiracle.run import PHASES, STEPS_PER_EXECUTION
+from tfmiracle.structures import as_arrays
+from tfmiracle.training.augmentation import check_shift, random_shift
+from tfmiracle.training.run import PHASES, STEPS_PER_EXECUTION
 
 
 def read_data(

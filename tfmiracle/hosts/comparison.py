@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfmiracle.hosts.models import VariationalModel
+from tfmiracle.hosts.passes import state_kept, wrapped_calls
 from tfmiracle.keras_internals import children, copy_mask, seed_generators
-from tfmiracle.models import VariationalModel
-from tfmiracle.passes import state_kept, wrapped_calls
 from tfmiracle.posteriors.block_posterior import BlockPosterior
 
 # Rows of a batch: so many, or fewer if inputs are large. All outputs are kept for them.

@@ -11,36 +11,36 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle import files
-from tfmiracle.coding_loop import CodingLoop
-from tfmiracle.data import (
-    checksum,
-    read_data,
-    recalibration_inputs,
-    shifted,
-    training_batches,
-)
 from tfmiracle.decoder import decode
-from tfmiracle.distillation import relabel, soft_loss
-from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
-from tfmiracle.loading import to_network
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
-from tfmiracle.models import (
+from tfmiracle.hosts.loading import to_network
+from tfmiracle.hosts.models import (
     VariationalModel,
     WholeBatches,
     check_model,
     fixed_batch,
     posteriors,
 )
-from tfmiracle.network import (
+from tfmiracle.hosts.network import (
     check_network,
     plain_architecture,
 )
+from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
+from tfmiracle.miracle_file import (
+    MiracleFile,
+)
 from tfmiracle.recipe import Recipe
-from tfmiracle.run import PHASES, STEPS_PER_EXECUTION, Run
-from tfmiracle.size import block_size_for
-from tfmiracle.summary import compression, show_compression
+from tfmiracle.training.coding_loop import CodingLoop
+from tfmiracle.training.data import (
+    checksum,
+    read_data,
+    recalibration_inputs,
+    shifted,
+    training_batches,
+)
+from tfmiracle.training.distillation import relabel, soft_loss
+from tfmiracle.training.run import PHASES, STEPS_PER_EXECUTION, Run
+from tfmiracle.training.size import block_size_for
+from tfmiracle.training.summary import compression, show_compression
 
 
 @dataclasses.dataclass(frozen=True)

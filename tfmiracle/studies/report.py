@@ -13,9 +13,9 @@ import pathlib
 
 import numpy as np
 
-from tfmiracle.figures import FIGURES, captions, draw_figures
 from tfmiracle.files import write_atomically
-from tfmiracle.records import (
+from tfmiracle.studies.figures import FIGURES, captions, draw_figures
+from tfmiracle.studies.records import (
     BUDGET_TOLERANCE,
     CONVERGED_FACTOR,
     FINAL_FRACTION,

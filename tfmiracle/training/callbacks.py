@@ -4,7 +4,7 @@ import os
 
 import keras
 
-from tfmiracle.coding_loop import CodingLoop
+from tfmiracle.training.coding_loop import CodingLoop
 
 
 class CompressionCallback(keras.callbacks.Callback):

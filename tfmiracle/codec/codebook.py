@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 
-from tfmiracle.philox import (
+from tfmiracle.codec.philox import (
     Domain,
     as_uint32,
     permutation,

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_probability as tfp
 
-from tfmiracle.mean_kl import (
+from tfmiracle.posteriors.mean_kl import (
     kl_from_standardized,
     log_scale_ratio,
     log_scale_slope,
@@ -41,8 +41,8 @@ class MeanKLBijector(tfb.AutoCompositeTensorBijector):
 
     In float32, `scale` rounds to `rho` for `kappa sech(tau)^2` under about 1e-15 nats
     and the pair is no longer invertible; the relative error of an inverted `kappa` is
-    about 5e-7 / sqrt(kappa) below one nat. `tfmiracle.mean_kl` has the same map on
-    `log(scale / rho)`, without this loss.
+    about 5e-7 / sqrt(kappa) below one nat. `tfmiracle.posteriors.mean_kl` has the same
+    map on `log(scale / rho)`, without this loss.
     """
 
     def __init__(

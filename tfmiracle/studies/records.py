@@ -9,7 +9,7 @@ import reprlib
 
 import numpy as np
 
-from tfmiracle.pruning import STRATEGIES
+from tfmiracle.codec.pruning import STRATEGIES
 
 PARAMETERIZATIONS = {"mean_var": "Mean-Var", "mean_kl": "Mean-KL"}  # in paper's order
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfmiracle import philox
+from tfmiracle.codec import philox
 
 
 @dataclasses.dataclass(frozen=True)

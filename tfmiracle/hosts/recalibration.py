@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from tfmiracle.hosts.passes import state_kept, wrapped_calls
 from tfmiracle.keras_internals import walk
-from tfmiracle.passes import state_kept, wrapped_calls
 
 
 def recalibrate(model: keras.Model, batches: Iterable) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfmiracle import philox
-from tfmiracle.coded_posterior import CodedPosterior
+from tfmiracle.codec import philox
+from tfmiracle.codec.coded_posterior import CodedPosterior
 from tfmiracle.decoder import DecodedNetwork, decode_blocks, decoded_network
 from tfmiracle.miracle_file import (
     MiracleFile,

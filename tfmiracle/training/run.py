@@ -17,12 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle import progress
-from tfmiracle.callbacks import CompressionCallback
-from tfmiracle.coding_loop import CodingLoop, plain_logs
 from tfmiracle.environment import environment
 from tfmiracle.files import check_folder, write_atomically
-from tfmiracle.models import posteriors
+from tfmiracle.hosts.models import posteriors
+from tfmiracle.training import progress
+from tfmiracle.training.callbacks import CompressionCallback
+from tfmiracle.training.coding_loop import CodingLoop, plain_logs
 
 PHASES = ("warmup", "variational", "coding")
 # Optimizer steps between two returns to Python.

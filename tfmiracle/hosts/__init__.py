@@ -1,0 +1,1 @@
+"""Where a posterior meets Keras: layers, models, files of networks."""

@@ -1,0 +1,1 @@
+"""The replication of the paper: grids of runs, their records and reports."""

@@ -1,0 +1,1 @@
+"""Training under the budget, coding, and the whole way in one call."""
