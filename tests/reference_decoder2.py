@@ -35,10 +35,7 @@ def decode(data, dictionary, table) -> dict[str, tuple[str, tuple, bytes]]:
         size = group["bytes"] if number + 1 < len(groups) else len(codes)
         assert size == -(-group["B"] * group["bits"] // 8)
         string, codes = int.from_bytes(codes[:size], "little"), codes[size:]
-        mask = (1 << group["bits"]) - 1
-        group["indices"] = [
-            string >> b * group["bits"] & mask for b in range(group["B"])
-        ]
+        group["string"] = string
         coded.append(iter(expand(group, members)))
     assert not codes
 

@@ -38,9 +38,9 @@ def whole(parameterization, **options):
 
 
 def of_layers(parameterization, **options):
-    cls = {"mean_kl": tfmiracle.MeanKLDense, "mean_var": tfmiracle.MeanVarDense}
+    options = {"block_size": 10, "block_bits": 6, **options}
     one, two = (
-        cls[parameterization](n, block_size=10, block_bits=6, seed=n, **options)
+        tfmiracle.MeanKLDense(n, parameterization=parameterization, seed=n, **options)
         for n in (4, 2)
     )
     return keras.Sequential([layers.Input((6,)), one, layers.BatchNormalization(), two])
@@ -60,11 +60,11 @@ def found(code, *arguments):
 CODE = """
 make, parameterization, path = sys.argv[1:]
 options = {
-    "mean_kl": {"initial_budget": 4.0, "annealing_steps": 10},
-    "mean_var": {"beta": 1e-2, "beta_rate": 0.1},
+    "mean_kl": tfmiracle.MeanKL(initial_budget=4.0, annealing_steps=10),
+    "mean_var": tfmiracle.MeanVar(beta=1e-2, beta_rate=0.1),
 }
 with mirrored.scope():
-    model = globals()[make](parameterization, **options[parameterization])
+    model = globals()[make](options[parameterization])
     model.compile(keras.optimizers.Adam(0.01), "mse")
 coding = tfmiracle.CompressionCallback(
     path, 2, 2, train_steps=3, verbose=0, recalibration_data=[normal(16, 6)]

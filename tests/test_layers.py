@@ -91,9 +91,9 @@ def test_every_layer_computes_what_keras_does_with_its_weights(
     assert np.all(np.any(first != second, axis=tuple(range(1, first.ndim))))
     posterior = layer.block_posterior
     assert [v.name for v in layer.trainable_variables] == [
+        "log_coding_scale",
         "tau",
         "quota_logits",
-        "log_coding_scale",
     ]
     for gradient in gradients(layer, x):
         assert np.all(np.isfinite(gradient)) and np.any(gradient)
@@ -132,8 +132,8 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
     }
     assert sorted(options) == sorted(MeanKLLayer.OPTIONS)
     layer = class_of(name)(**arguments, **common, **options)
-    for name in ("block_bits", "codebook", "selection"):
-        del options[name]  # part of the coder
+    for option in ("block_bits", "codebook", "selection"):
+        del options[option]  # part of the coder
     options["parameterization"] = {
         "name": "mean_kl",
         "config": {"quota_rate": 3.0, "initial_budget": 4.0, "annealing_steps": 100},
@@ -521,7 +521,7 @@ def test_weights_fit_layers_built_anew(way, eager, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "options",
-    [{"seed": 3}, {"kl_bits": 7}, {"log_scale_rate": 2.0}, {"codebook": "shared"}],
+    [{"seed": 3}, {"kl_bits": 7}, {"log_scale_rate": 2.0}, {"codebook": "per_block"}],
 )
 def test_weights_of_another_posterior_are_refused(way, options, eager, tmp_path):
     one, other = layer_net(), layer_net(**options)
@@ -539,8 +539,13 @@ def test_weights_of_a_model_whose_layout_is_another_are_refused(eager):
 
     weights = model().get_weights()
     model().set_weights(weights)
-    model(annealing_steps=5, l2=1.0).set_weights(weights)  # of training alone
-    for other in ({"seed": 1}, {"rules": {"one/bias": "own_scale"}}, {"quota_rate": 2}):
+    of_training = MeanKL(annealing_steps=5)
+    model(parameterization=of_training, l2=1.0).set_weights(weights)
+    for other in (
+        {"seed": 1},
+        {"rules": {"one/bias": "own_scale"}},
+        {"parameterization": MeanKL(quota_rate=2.0)},
+    ):
         with pytest.raises(ValueError, match=r"another posterior|shape"):
             model(**other).set_weights(weights)
 

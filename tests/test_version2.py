@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import DEFAULTS, DICTIONARY2, GOLDEN, PACKAGE
 from test_decoder import DIGESTS, digest
-from test_miracle_file import assert_same, empty_file, files, small_file, varint
+from test_miracle_file import (
+    assert_same,
+    dense_scales,
+    empty_file,
+    files,
+    small_file,
+    varint,
+)
 
 from tfmiracle.codec import keras_json, version2
 from tfmiracle.codec.code import CODES, MinimalRandomCode, RandomCode
@@ -95,13 +102,6 @@ def files2(draw):
     fingerprint = draw(st.integers(0, 2**32 - 1)) if architecture is None else None
     return dataclasses.replace(
         file, stored=stored, architecture=architecture, fingerprint=fingerprint
-    )
-
-
-def dense_scales(file):
-    return all(
-        {v.scale_index for v in g.layout.variables} == {*range(g.layout.num_scales)}
-        for g in file.groups
     )
 
 
@@ -489,7 +489,8 @@ SENSELESS = {
     "17 parameters": replaced(3, 17),
     "empty blocks": replaced(6, 0),
     "blocks larger than all weights": replaced(6, 5),
-    "a prior of kind 1": replaced(7, 1),
+    "a prior by name that has a number": replaced(7, 4, *b"zero"),
+    "an unknown prior": replaced(7, 1, ord("x"), 0),
     "an unknown code": [1, 2, *b"ab", *LAYOUT[2:]],
     "a code by name that has a number": [1, 3, *b"mrc", *LAYOUT[2:]],
     "a code that is no ASCII": [1, 2, 200, 200, *LAYOUT[2:]],
@@ -522,8 +523,10 @@ def test_layouts_that_make_no_sense(layout):
 
 
 def test_an_unknown_prior_is_named():
-    with pytest.raises(FileFormatError, match="prior of kind 1, which is unknown"):
-        MiracleFile.from_bytes(crafted(replaced(7, 1)))
+    with pytest.raises(
+        FileFormatError, match="'x', which is not registered here, only"
+    ):
+        MiracleFile.from_bytes(crafted(replaced(7, 1, ord("x"), 0)))
 
 
 @pytest.mark.parametrize("codes", [b"", b"\1", b"\1\2\3"])

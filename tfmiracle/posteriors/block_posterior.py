@@ -74,9 +74,9 @@ class BlockPosterior(keras.layers.Layer):
         self.kl_bits = float(kl_bits)
         noise_seed = layout.seed if noise_seed is None else noise_seed
         self.noise_seed = NoiseSeed(noise_seed % 2**31)
-        self.p = CodingDistribution(layout, prior or ZeroMean(), log_scale_rate)
+        self.p = CodingDistribution(self, layout, prior or ZeroMean(), log_scale_rate)
         self._create_parameters()
-        self.coded = CodedBlocks(layout, self.code)
+        self.coded = CodedBlocks(self, layout, self.code)
         meaning = [
             PARAMETERIZATIONS.serialize(parameterization.meaning()),
             (layout.seed, layout.block_size),

@@ -9,30 +9,29 @@ from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.posteriors.tensors import float_weight
 
 
-class CodedBlocks(keras.layers.Layer):
+class CodedBlocks:
     """The codes of blocks, what they decode to, and the Q that they were coded from.
 
     Args:
+      owner: the layer that the variables are weights of.
       layout: where each weight has its place.
       code: the random code.
     """
 
-    def __init__(self, layout: WeightLayout, code: RandomCode):
-        super().__init__(dtype="float32", autocast=False, name="coded_blocks")
+    def __init__(self, owner: keras.Layer, layout: WeightLayout, code: RandomCode):
         self.code = code
         shape = layout.num_blocks, layout.block_size
-        self.decoded = float_weight(self, "decoded", shape, trainable=False)
+        self.decoded = float_weight(owner, "decoded", shape, trainable=False)
         # An optimizer with momentum moves the parameters of fixed blocks on.
-        self.loc = float_weight(self, "coded_loc", shape, trainable=False)
-        self.log_ratio = float_weight(self, "coded_log_ratio", shape, trainable=False)
-        self.codes = self.add_weight(
+        self.loc = float_weight(owner, "coded_loc", shape, trainable=False)
+        self.log_ratio = float_weight(owner, "coded_log_ratio", shape, trainable=False)
+        self.codes = owner.add_weight(
             name="codes",
             shape=(layout.num_blocks, *code.shape(layout.block_size)),
             dtype="int32",
             initializer=keras.initializers.Constant(-1),
             trainable=False,
         )
-        self.built = True
 
     def are_fixed(self, codes):
         """Which blocks are fixed: bool `[B]` of their codes, array or tensor."""

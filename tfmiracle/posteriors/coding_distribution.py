@@ -12,7 +12,7 @@ from tfmiracle.posteriors.tensors import float_weight
 MAX_LOG_SCALE = 60.0
 
 
-class CodingDistribution(keras.layers.Layer):
+class CodingDistribution:
     """P = N(nu, rho**2) of the weights of a layout.
 
     There is one rho for each group of variables. The trained variable holds log rho /
@@ -20,25 +20,30 @@ class CodingDistribution(keras.layers.Layer):
     by log_scale_rate times its learning rate.
 
     Args:
+      owner: the layer that the variables are weights of.
       layout: where each weight has its place.
       prior: gives the means nu.
       log_scale_rate: see `Recipe`.
     """
 
-    def __init__(self, layout: WeightLayout, prior: Prior, log_scale_rate: float):
-        super().__init__(dtype="float32", autocast=False, name="coding_distribution")
+    def __init__(
+        self,
+        owner: keras.Layer,
+        layout: WeightLayout,
+        prior: Prior,
+        log_scale_rate: float,
+    ):
         self.layout, self.prior = layout, prior
         self._rate = float(log_scale_rate)
         self._raw_log_scale = float_weight(
-            self, "log_coding_scale", (layout.num_scales,)
+            owner, "log_coding_scale", (layout.num_scales,)
         )
         # rho once it is final, 0 before: what is coded is scaled by it, so it must not
         # move any more when the first block is coded.
         self._final_scale = float_weight(
-            self, "final_scale", (layout.num_scales,), trainable=False
+            owner, "final_scale", (layout.num_scales,), trainable=False
         )
         self.loc = prior.loc(layout)
-        self.built = True
 
     def log_scale(self) -> tf.Tensor:
         """log rho, float32[num_scales]."""
