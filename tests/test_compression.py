@@ -25,7 +25,7 @@ from tfmiracle.miracle_file import (
 )
 from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
-from tfmiracle.training import callbacks, compression, run
+from tfmiracle.training import coding_loop, compression, run
 from tfmiracle.training.data import shifted, training_batches
 from tfmiracle.training.size import block_size_for, target_bytes
 
@@ -150,18 +150,9 @@ def test_compress(tmp_path, quick, capsys):
     assert file.metadata == {"note": "to myself"}
 
     made_with = json.loads(path.with_suffix(".record.json").read_text())
-    assert made_with["selection"] == "largest_weight"
+    assert made_with["coder"][0]["config"]["selection"] == "largest_weight"
     block_size = file.groups[0].layout.block_size
-    assert made_with["recipe"] == {
-        "block_size": block_size,
-        "block_bits": 8,
-        "codebook": "per_block",
-        "batch_size": 16,
-        "warmup_steps": 10,
-        "train_steps": 10,
-        "blocks_per_round": 64,
-        "finetune_steps": 3,
-    }
+    assert made_with["recipe"] == {**FAST.settings(), "block_size": block_size}
 
     stages = ["original", "warmup", "posterior_mean", "posterior_sample", "decoded"]
     assert list(result.stages) == stages
@@ -547,7 +538,7 @@ def test_training_images_are_shifted_and_no_others(tmp_path, short, monkeypatch)
     recipe = dataclasses.replace(short, max_shift=1, warmup_steps=2, block_size=40)
     recipe = dataclasses.replace(recipe, blocks_per_round=1)
     (x, y), trained_on, recalibrated_on = images(), [], []
-    fit, recalibrate = VariationalModel.fit, callbacks.recalibrate
+    fit, recalibrate = VariationalModel.fit, coding_loop.recalibrate
 
     def watched_fit(self, batches, **kwargs):
         trained_on.append(np.concatenate([b for b, _ in batches.take(8)]))
@@ -558,7 +549,7 @@ def test_training_images_are_shifted_and_no_others(tmp_path, short, monkeypatch)
         return recalibrate(model, batches)
 
     monkeypatch.setattr(VariationalModel, "fit", watched_fit)
-    monkeypatch.setattr(callbacks, "recalibrate", watched_recalibrate)
+    monkeypatch.setattr(coding_loop, "recalibrate", watched_recalibrate)
     result = tfmiracle.compress(
         image_net(),
         (x, y),
@@ -684,17 +675,20 @@ def test_rules_that_would_help_are_named():
 
     net = small_net(300)
     text = refusal(net)
-    rules = {"*/moving_mean": "store=float16", "*/moving_variance": "store=float16"}
-    assert f"The rules {rules} save about 1,200 bytes." in text
+    assert "The rules" not in text  # statistics have 8 bits as it is
+    whole = {"*/moving_mean": "store", "*/moving_variance": "store"}
+    text = refusal(net, rules=whole)
+    rules = dict.fromkeys(whole, "store=8bit")
+    assert f"The rules {rules} save about 1,800 bytes." in text
 
     def least(text):
         return int(re.search(r"takes ([\d,]+)", text)[1].replace(",", ""))
 
     shorter = refusal(net, rules=rules)
-    assert "float16" not in shorter
-    assert least(shorter) == pytest.approx(least(text) - 1200, abs=50)
+    assert "8bit" not in shorter
+    assert least(shorter) == pytest.approx(least(text) - 1800, abs=70)
     stored = refusal(net, rules={"one/kernel": "store"})
-    assert "'*/kernel': 'store=float16'" in stored and "hash=N" in stored
+    assert "'*/kernel': 'store=8bit'" in stored and "hash=N" in stored
     assert "own_scale" not in text
     assert "Without the rule 'own_scale'" in refusal(net, rules={"*": "own_scale"})
     plain = refusal(small_net(300, normalized=False))

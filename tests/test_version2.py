@@ -523,9 +523,7 @@ def test_layouts_that_make_no_sense(layout):
 
 
 def test_an_unknown_prior_is_named():
-    with pytest.raises(
-        FileFormatError, match="'x', which is not registered here"
-    ):
+    with pytest.raises(FileFormatError, match="'x', which is not registered here"):
         MiracleFile.from_bytes(crafted(replaced(7, 1, ord("x"), 0)))
 
 

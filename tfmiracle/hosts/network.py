@@ -192,7 +192,8 @@ def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> No
       decoded: the network of the file.
       batch: inputs of the model.
     """
-    _check_outputs(model, [to_network(decoded)], batch)
+    net = to_network(decoded, architecture=plain_architecture(model))
+    _check_outputs(model, [net], batch)
 
 
 def _check_outputs(model, nets, batch):

@@ -266,7 +266,8 @@ def compress(
     training = {"callbacks": callbacks, "class_weight": class_weight}
 
     def decoded():
-        return compiled(to_network(decode(made[0], max_weights=None)))
+        found = decode(made[0], max_weights=None)
+        return compiled(to_network(found, architecture=description))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
