@@ -166,30 +166,14 @@ def compress(
       FileExistsError: if `path` exists and `overwrite` is false.
     """
     recipe = recipe or Recipe()
-    outputs = [pathlib.Path(path)]
-    if keep_posterior:
-        outputs.append(outputs[0].with_suffix(".posterior.npz"))
-    if record:
-        outputs.append(outputs[0].with_suffix(".record.json"))
-    made, begun = outputs, False
-    if workdir is not None:
-        folder = pathlib.Path(workdir)
-        suffixes = ["".join(output.suffixes[-2:]) for output in outputs[1:]]
-        made = [folder / f"coded{suffix}" for suffix in (".miracle", *suffixes)]
-        begun = any((folder / name).exists() for name in ("state.npz", "result.json"))
-    for output, source in zip(outputs, made, strict=True):
-        # What a run has made before it may make again, also in its own folder.
-        to_come = made is not outputs and source == output and not output.exists()
-        if not (to_come or (begun and _is_copied(source, output))):
-            files.check_output(output, overwrite)
+    outputs = _Outputs(path, workdir, keep_posterior, record, overwrite)
     check_model(model)
     description = plain_architecture(model)  # raises, before anything else is done
+    objective = _Objective.of(model, loss, metrics, class_weight, distill)
+
+    # Data.
     once = isinstance(data, types.GeneratorType)
-    loss_weights = None
-    if loss is None and model.compiled:
-        loss = model.loss
-        loss_weights = compiled_loss_weights(model)
-    labelled = loss is not None and not distill
+    labelled = objective.loss is not None and not distill
     data = read_data("data", data, model, labelled, once=workdir is None)
     if validation_data is not None:
         validation_data = read_data(
@@ -198,27 +182,19 @@ def compress(
     batch_size = fixed_batch(model) or recipe.batch_size
     recipe = dataclasses.replace(recipe, batch_size=batch_size)
     if distill:
+        # Of `model`: the labels of a dataset are made as it is read, and the copy of it
+        # that is trained changes.
         hard = model.loss if model.compiled else None
-        loss = soft_loss(hard) if loss is hard else loss
-        # Of `model`: the labels of a dataset are made as it is read, and `net` changes.
         data = relabel(data, model, hard, batch_size)
         validation_data = relabel(validation_data, model, hard, batch_size)
     examples = training_batches(data, recipe)
-    batches = shifted(examples, recipe) if recipe.max_shift else examples
     batch = None
-    if not once or loss is None:  # what a generator gives is for the training
+    if not once or objective.loss is None:  # what a generator gives is for the training
         batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
+
+    # Network, and the blocks that meet the target.
     net = _copy(model, recipe.seed, batch)
-    if loss is None and not _adds_losses(net, batch):
-        raise ValueError(
-            "`loss` is missing: compile the model with a loss first, pass one, or have "
-            "a layer call `add_loss`."
-        )
-    has_weights = isinstance(data, tuple) and len(data) == 3
-    if class_weight is not None and (loss is None or has_weights):
-        raise ValueError(
-            "`class_weight` needs labels with a `loss`, and no weights of examples."
-        )
+    objective.check(net, batch, data)
     if target is not None:
         size = block_size_for(
             net,
@@ -229,6 +205,7 @@ def compress(
             architecture=architecture,
         )
         recipe = dataclasses.replace(recipe, block_size=size)
+
     settings = {
         "recipe": recipe.settings(),
         "rules": rules,
@@ -236,89 +213,44 @@ def compress(
         "keep_posterior": keep_posterior,
         "architecture": architecture,
         "record": record,
-        "loss": _description(loss),
-        "loss_weights": _description(loss_weights),
-        "class_weight": _description(class_weight),
-        "metrics": _description(metrics),
+        **objective.settings(),
         "model": description,
         "weights": checksum(net.get_weights()),
         "data": checksum(data),
         "validation_data": checksum(validation_data),
     }
-    options = {**recipe.model_options(), "rules": rules}
-
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-
-    def compiled(network, learning_rate=1e-3):
-        network.compile(
-            keras.optimizers.Adam(learning_rate),
-            loss,
-            loss_weights=loss_weights,
-            metrics=metrics,
-            # Several steps under several replicas are more than Keras can do.
-            steps_per_execution=1 if replicas > 1 else STEPS_PER_EXECUTION,
-            # With XLA where there is an accelerator. On a CPU, where it makes
-            # convolutions slow, only the posterior is compiled.
-            jit_compile="auto",
-        )
-        return network
-
-    training = {"callbacks": callbacks, "class_weight": class_weight}
 
     def decoded():
-        found = decode(made[0], max_weights=None)
-        return compiled(to_network(found, architecture=description))
-
-    def schedule(learning_rate, steps):
-        if recipe.decay == "constant" or not steps:
-            return learning_rate
-        return keras.optimizers.schedules.CosineDecay(learning_rate, steps)
-
-    def evaluate(stage, network):
-        if validation_data is not None:
-            if fixed_batch(network):
-                network = compiled(WholeBatches(network))
-            run.evaluate(stage, lambda: _evaluate(network, validation_data, recipe))
+        found = decode(outputs.file, max_weights=None)
+        return objective.compile(to_network(found, architecture=description))
 
     with Run(workdir, settings, verbose) as run:
         if run.result is None:
             # Made before anything trains: it checks its arguments.
             coding = CodingLoop(
-                made[0],
+                outputs.file,
                 recipe.blocks_per_round,
                 recipe.finetune_steps,
                 overwrite=overwrite or workdir is not None,
                 recalibration_data=recalibration_inputs(examples, recipe),
-                posterior_path=made[1] if keep_posterior else None,
+                posterior_path=outputs.posterior,
                 metadata=metadata,
                 architecture=architecture,
-                record_path=made[-1] if record else None,
+                record_path=outputs.record,
                 record={"recipe": recipe.settings()},
                 verbose=verbose,
             )
-            evaluate("original", compiled(net))
-            if recipe.warmup_steps:
-                steps = recipe.warmup_steps
-                warmup = VariationalModel(net, "deterministic", **options)
-                compiled(warmup, schedule(recipe.warmup_learning_rate, steps))
-                run.train(warmup, "warmup", batches, steps, **training)
-                evaluate("warmup", warmup)
-                warmup.materialize()
-            steps = recipe.train_steps
-            learning_rate, finetune_learning_rate = recipe.learning_rates
-            variational = VariationalModel(net, recipe.posterior, **options)
-            compiled(variational, schedule(learning_rate, steps))
-            run.train(variational, "variational", batches, steps, **training)
-            evaluate("posterior_mean", variational)
-            evaluate("posterior_sample", compiled(variational.materialize(sample=True)))
-            compiled(variational, finetune_learning_rate)
-            steps = coding.steps_needed(variational)
-            run.train(variational, "coding", batches, steps, **training, coding=coding)
-            evaluate("decoded", decoded())
+            batches = shifted(examples, recipe) if recipe.max_shift else examples
+            phases = _Phases(
+                run, recipe, rules, objective, batches, validation_data, callbacks
+            )
+            phases.evaluate("original", objective.compile(net))
+            phases.warm_up(net)
+            variational = phases.train(net)
+            phases.code(variational, coding)
+            phases.evaluate("decoded", decoded())
             run.finish({"history": coding.history})
-        for output, source in zip(outputs, made, strict=True):
-            if not _is_copied(source, output):
-                files.write_atomically(output, source.read_bytes(), overwrite)
+        outputs.publish()
     file = MiracleFile.read(path, max_weights=None)
     return CompressionResult(
         os.fspath(path),
@@ -330,6 +262,162 @@ def compress(
         run.result["curve"],
         run.result["seconds"],
     )
+
+
+class _Outputs:
+    """The files of a run: where they are made, and where they will be.
+
+    Attributes:
+      file, posterior, record: where each is made, None for one that is not wanted.
+    """
+
+    def __init__(self, path, workdir, keep_posterior, record, overwrite):
+        path = pathlib.Path(path)
+        self._overwrite = overwrite
+        suffixes = {"file": ".miracle"}
+        suffixes |= {"posterior": ".posterior.npz"} if keep_posterior else {}
+        suffixes |= {"record": ".record.json"} if record else {}
+        final = {
+            name: path if name == "file" else path.with_suffix(suffix)
+            for name, suffix in suffixes.items()
+        }
+        made, begun = final, False
+        if workdir is not None:
+            folder = pathlib.Path(workdir)
+            made = {name: folder / f"coded{suffixes[name]}" for name in final}
+            states = ("state.npz", "result.json")
+            begun = any((folder / name).exists() for name in states)
+        self.file, self.posterior, self.record = (
+            made.get(name) for name in ("file", "posterior", "record")
+        )
+        self._places = [(made[name], final[name]) for name in final]
+        for source, output in self._places:
+            # What a run has made before it may make again, also in its own folder.
+            to_come = made is not final and source == output and not output.exists()
+            if not (to_come or (begun and _is_copied(source, output))):
+                files.check_output(output, overwrite)
+
+    def publish(self):
+        """Copies what was made elsewhere to where it will be."""
+        for source, output in self._places:
+            if not _is_copied(source, output):
+                files.write_atomically(output, source.read_bytes(), self._overwrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Objective:
+    """What is minimized and measured."""
+
+    loss: object
+    loss_weights: object
+    metrics: object
+    class_weight: dict | None
+
+    @classmethod
+    def of(cls, model, loss, metrics, class_weight, distill):
+        """That of a model, unless another loss is given."""
+        weights = None
+        if loss is None and model.compiled:
+            loss, weights = model.loss, compiled_loss_weights(model)
+        if distill:
+            hard = model.loss if model.compiled else None
+            loss = soft_loss(hard) if loss is hard else loss
+        return cls(loss, weights, metrics, class_weight)
+
+    def check(self, net, batch, data):
+        """Raises a ValueError if there is nothing to minimize, or weights clash."""
+        if self.loss is None and not _adds_losses(net, batch):
+            raise ValueError(
+                "`loss` is missing: compile the model with a loss first, pass one, or "
+                "have a layer call `add_loss`."
+            )
+        has_weights = isinstance(data, tuple) and len(data) == 3
+        if self.class_weight is not None and (self.loss is None or has_weights):
+            raise ValueError(
+                "`class_weight` needs labels with a `loss`, and no weights of examples."
+            )
+
+    def compile(self, network, learning_rate=1e-3):
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        network.compile(
+            keras.optimizers.Adam(learning_rate),
+            self.loss,
+            loss_weights=self.loss_weights,
+            metrics=self.metrics,
+            # Several steps under several replicas are more than Keras can do.
+            steps_per_execution=1 if replicas > 1 else STEPS_PER_EXECUTION,
+            # With XLA where there is an accelerator. On a CPU, where it makes
+            # convolutions slow, only the posterior is compiled.
+            jit_compile="auto",
+        )
+        return network
+
+    def settings(self):
+        """It, as JSON that another process would write, too."""
+        names = ("loss", "loss_weights", "metrics", "class_weight")
+        return {name: _description(getattr(self, name)) for name in names}
+
+
+class _Phases:
+    """The phases of a run, one after the other; `Run` skips those that are done."""
+
+    def __init__(
+        self, run, recipe, rules, objective, batches, validation_data, callbacks
+    ):
+        self._run, self._recipe, self._objective = run, recipe, objective
+        self._options = {**recipe.model_options(), "rules": rules}
+        self._batches, self._validation_data = batches, validation_data
+        self._callbacks = callbacks
+
+    def evaluate(self, stage, network):
+        data = self._validation_data
+        if data is not None:
+            if fixed_batch(network):
+                network = self._objective.compile(WholeBatches(network))
+            self._run.evaluate(stage, lambda: _evaluate(network, data, self._recipe))
+
+    def warm_up(self, net):
+        """Deterministic training, hashed as the posterior will be; changes `net`."""
+        steps = self._recipe.warmup_steps
+        if steps:
+            model = VariationalModel(net, "deterministic", **self._options)
+            rate = self._schedule(self._recipe.warmup_learning_rate, steps)
+            self._fit(model, rate, "warmup", steps)
+            self.evaluate("warmup", model)
+            model.materialize()
+
+    def train(self, net):
+        """Variational training under the budget; returns the model."""
+        recipe = self._recipe
+        model = VariationalModel(net, recipe.posterior, **self._options)
+        rate = self._schedule(recipe.learning_rates[0], recipe.train_steps)
+        self._fit(model, rate, "variational", recipe.train_steps)
+        self.evaluate("posterior_mean", model)
+        sampled = self._objective.compile(model.materialize(sample=True))
+        self.evaluate("posterior_sample", sampled)
+        return model
+
+    def code(self, model, coding):
+        """Coding and fine-tuning; writes the file."""
+        rate = self._recipe.learning_rates[1]
+        self._fit(model, rate, "coding", coding.steps_needed, coding)
+
+    def _fit(self, model, learning_rate, phase, steps, coding=None):
+        self._objective.compile(model, learning_rate)
+        self._run.train(
+            model,
+            phase,
+            self._batches,
+            steps(model) if callable(steps) else steps,
+            self._callbacks,
+            coding,
+            self._objective.class_weight,
+        )
+
+    def _schedule(self, learning_rate, steps):
+        if self._recipe.decay == "constant" or not steps:
+            return learning_rate
+        return keras.optimizers.schedules.CosineDecay(learning_rate, steps)
 
 
 def _copy(model, seed, batch):
