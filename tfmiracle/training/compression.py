@@ -382,7 +382,8 @@ class _Phases:
         if steps:
             model = VariationalModel(net, "deterministic", **self._options)
             rate = self._schedule(self._recipe.warmup_learning_rate, steps)
-            self._fit(model, rate, "warmup", steps)
+            self._objective.compile(model, rate)
+            self._fit(model, "warmup", steps)
             self.evaluate("warmup", model)
             model.materialize()
 
@@ -391,7 +392,8 @@ class _Phases:
         recipe = self._recipe
         model = VariationalModel(net, recipe.posterior, **self._options)
         rate = self._schedule(recipe.learning_rates[0], recipe.train_steps)
-        self._fit(model, rate, "variational", recipe.train_steps)
+        self._objective.compile(model, rate)
+        self._fit(model, "variational", recipe.train_steps)
         self.evaluate("posterior_mean", model)
         sampled = self._objective.compile(model.materialize(sample=True))
         self.evaluate("posterior_sample", sampled)
@@ -399,19 +401,13 @@ class _Phases:
 
     def code(self, model, coding):
         """Coding and fine-tuning; writes the file."""
-        rate = self._recipe.learning_rates[1]
-        self._fit(model, rate, "coding", coding.steps_needed, coding)
+        self._objective.compile(model, self._recipe.learning_rates[1])
+        self._fit(model, "coding", coding.steps_needed(model), coding)
 
-    def _fit(self, model, learning_rate, phase, steps, coding=None):
-        self._objective.compile(model, learning_rate)
+    def _fit(self, model, phase, steps, coding=None):
+        weight = self._objective.class_weight
         self._run.train(
-            model,
-            phase,
-            self._batches,
-            steps(model) if callable(steps) else steps,
-            self._callbacks,
-            coding,
-            self._objective.class_weight,
+            model, phase, self._batches, steps, self._callbacks, coding, weight
         )
 
     def _schedule(self, learning_rate, steps):
