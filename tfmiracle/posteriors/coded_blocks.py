@@ -9,7 +9,7 @@ from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.posteriors.tensors import float_weight
 
 
-class CodedBlocks:
+class CodedBlocks(tf.Module):  # which checkpoints look into
     """The codes of blocks, what they decode to, and the Q that they were coded from.
 
     Args:
@@ -19,6 +19,7 @@ class CodedBlocks:
     """
 
     def __init__(self, owner: keras.Layer, layout: WeightLayout, code: RandomCode):
+        super().__init__()
         self.code = code
         shape = layout.num_blocks, layout.block_size
         self.decoded = float_weight(owner, "decoded", shape, trainable=False)

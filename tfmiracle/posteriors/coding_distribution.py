@@ -12,7 +12,7 @@ from tfmiracle.posteriors.tensors import float_weight
 MAX_LOG_SCALE = 60.0
 
 
-class CodingDistribution:
+class CodingDistribution(tf.Module):  # which checkpoints look into
     """P = N(nu, rho**2) of the weights of a layout.
 
     There is one rho for each group of variables. The trained variable holds log rho /
@@ -33,6 +33,7 @@ class CodingDistribution:
         prior: Prior,
         log_scale_rate: float,
     ):
+        super().__init__()
         self.layout, self.prior = layout, prior
         self._rate = float(log_scale_rate)
         self._raw_log_scale = float_weight(
