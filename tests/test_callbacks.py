@@ -10,12 +10,14 @@ from keras import layers
 import tfmiracle
 from tfmiracle import CompressionCallback
 from tfmiracle.codec import codebook
+from tfmiracle.coding.coder import CODERS
 from tfmiracle.decoder import decode
 from tfmiracle.hosts.models import plain_weights, posteriors
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.training import callbacks
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
+from tfmiracle.training import coding_loop
 
 BITS = 8
 
@@ -158,9 +160,10 @@ def test_fit_codes_and_ends_by_itself(tmp_path, make, num_blocks):
     assert callback.file.metadata == {"note": 1}
     assert json.loads(record.read_text()) == {
         "tfmiracle": tfmiracle.__version__,
-        "parameterization": ["MeanKLPosterior"] * len(posteriors(model)),
+        "parameterization": [PARAMETERIZATIONS.serialize(tfmiracle.MeanKL())]
+        * len(posteriors(model)),
         "kl_bits": [BITS] * len(posteriors(model)),
-        "selection": "sample",
+        "coder": [CODERS.serialize(p.coder) for p, _ in posteriors(model)],
         "more": [2],
     }
     assert MiracleFile.read(path).metadata == callback.file.metadata
@@ -348,7 +351,7 @@ def test_an_interrupted_run_goes_on(tmp_path, quick, make):
         fit(model, callback, more=[Stop(7, crash)])
     assert not path.exists() and callback.file is None
     before = [
-        (p.fixed, p.codes.numpy(), p.coding_scale.copy()) for p, _ in posteriors(model)
+        (p.fixed, p.codes.copy(), p.coding_scale.copy()) for p, _ in posteriors(model)
     ]
     assert sum(fixed.sum() for fixed, _, _ in before) == 4
     todo = sum((~fixed).sum() for fixed, _, _ in before)
@@ -362,7 +365,7 @@ def test_an_interrupted_run_goes_on(tmp_path, quick, make):
     # Fine-tuning first: a round came before the crash.
     assert [r["step"] for r in again.history[:2]] == [5, 5]
     for (posterior, _), (fixed, indices, scale) in zip(posteriors(model), before):
-        assert np.all(posterior.codes.numpy()[fixed] == indices[fixed])
+        assert np.all(posterior.codes[fixed] == indices[fixed])
         np.testing.assert_array_equal(posterior.coding_scale, scale)
     assert_file_is_the_model(again, model)
 
@@ -467,10 +470,10 @@ def test_what_cannot_be_coded_is_refused_before_training(tmp_path, quick):
     assert int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("name", ["tau", "quota_logits", "_raw_log_scale"])
+@pytest.mark.parametrize("name", ["tau", "quota_logits", "log_coding_scale"])
 def test_parameters_that_are_not_finite_are_refused(tmp_path, quick, name):
     model = wrapped()
-    variable = getattr(model.block_posterior, name)
+    variable = {v.name: v for v in model.block_posterior.variables}[name]
     variable.assign(np.full(variable.shape, np.nan))
     callback = CompressionCallback(tmp_path / "net.miracle", 2, 1, verbose=0)
     with pytest.raises(ValueError, match="finite"):
@@ -486,7 +489,7 @@ def test_a_file_that_decodes_to_something_else_is_not_written(
         decoded.weights["two/bias"][1] += 1e-6
         return decoded
 
-    monkeypatch.setattr(callbacks, "decode", wrong)
+    monkeypatch.setattr(coding_loop, "decode", wrong)
     callback = CompressionCallback(tmp_path / "net.miracle", 9, 1, verbose=0)
     with pytest.raises(RuntimeError, match=r"two/bias.*not been written"):
         fit(wrapped(), callback)

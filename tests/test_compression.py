@@ -152,7 +152,9 @@ def test_compress(tmp_path, quick, capsys):
     made_with = json.loads(path.with_suffix(".record.json").read_text())
     assert made_with["coder"][0]["config"]["selection"] == "largest_weight"
     block_size = file.groups[0].layout.block_size
-    assert made_with["recipe"] == {**FAST.settings(), "block_size": block_size}
+    changed = {"warmup_steps": 10, "blocks_per_round": 64, "finetune_steps": 3}
+    changed |= {"block_size": block_size}
+    assert made_with["recipe"] == {**FAST.settings(), **changed}
 
     stages = ["original", "warmup", "posterior_mean", "posterior_sample", "decoded"]
     assert list(result.stages) == stages
