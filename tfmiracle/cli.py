@@ -34,13 +34,8 @@ from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import configure
-from tfmiracle.miracle_file import (
-    Levels,
-    MiracleFile,
-    check_folder,
-    check_output,
-    write_atomically,
-)
+from tfmiracle.files import check_folder, check_output, write_atomically
+from tfmiracle.miracle_file import Levels, MiracleFile
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
