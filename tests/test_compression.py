@@ -24,7 +24,7 @@ from tfmiracle.miracle_file import (
 )
 from tfmiracle.models import VariationalModel
 from tfmiracle.network import to_file
-from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.size import block_size_for, target_bytes
 
@@ -861,6 +861,7 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("codebook", ["sobol", None]),
         ("selection", ["best", None]),
         ("decay", ["linear"]),
+        ("coder", ["huffman", None, 3]),
         ("seed", [-1, 2**64, 0.5]),
     ],
 )
@@ -877,6 +878,33 @@ def test_changes_are_what_differs_from_the_defaults():
     assert Recipe(**PAPER.changes()) == PAPER
     assert Recipe(parameterization="mean_kl") == Recipe()
     assert json.loads(json.dumps(PAPER.settings()))["quota_rate"] == 1.0
+
+
+def test_numbers_of_numpy_will_do():
+    recipe = Recipe(
+        MeanKL(quota_rate=np.float32(0.5), annealing_steps=np.int64(9)),
+        block_size=np.int32(7),
+        block_bits=np.int64(8),
+        l2=np.float32(0.25),
+        warm_start=np.bool_(False),
+        seed=np.uint64(3),
+    )
+    assert json.loads(json.dumps(recipe.settings())) == recipe.settings()
+    assert recipe == Recipe(
+        MeanKL(quota_rate=0.5, annealing_steps=9),
+        block_size=7,
+        block_bits=8,
+        l2=0.25,
+        warm_start=False,
+        seed=3,
+    )
+
+
+def test_specifications_by_name_class_or_object():
+    for name in ("mean_var", MeanVar, MeanVar()):
+        assert Recipe(parameterization=name) == Recipe(parameterization=MeanVar())
+    config = PARAMETERIZATIONS.serialize(MeanVar(beta=1e-4))
+    assert Recipe(parameterization=config).parameterization == MeanVar(beta=1e-4)
 
 
 def test_the_budget_falls_in_the_first_half():

@@ -302,7 +302,7 @@ def test_other_errors():
         with pytest.raises(ValueError, match="no weight to code"):
             WeightLayout(empty, 5, 0)
     for seed in (-1, 2**64, 1.5):
-        with pytest.raises(ValueError, match=f"seed = {seed}"):
+        with pytest.raises(ValueError, match=f"seed={seed}"):
             WeightLayout([CodedVariable((3,))], 5, seed)
 
 

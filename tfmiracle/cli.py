@@ -146,7 +146,8 @@ def _run(argv):
     if values.help:
         argument = f" {command.argument}" if command.argument else ""
         print(f"tfmiracle {name}{argument} [flags]: {command.help}\n")
-        print(values.main_module_help() or values.get_help())
+        # Without the name of this module, which absl puts above its flags.
+        print((values.main_module_help() or values.get_help()).partition(":\n")[2])
         return 0
     if len(positional) != bool(command.argument):
         raise ValueError(
@@ -280,7 +281,7 @@ def _define_recipe(values, without=()):
 
 def _define_options(values, cls, without=(), prefix=""):
     """A flag for each option of a class, with its default and help."""
-    for field in dataclasses.fields(cls):
+    for field in _fields(cls):
         if field.name in without:
             continue
         types = typing.get_args(field.type) or (field.type,)
@@ -354,8 +355,23 @@ def _say(done, sets=("train", "test")):
 def _recipe(values):
     given = _options(values, Recipe)
     if "parameterization" in given:
-        given["parameterization"] = _parameterization(values, values.parameterization)
+        name = values.parameterization
+        given["parameterization"] = _parameterization(values, name)
+        _warn_of_idle(values, name)
     return Recipe(**given)
+
+
+def _warn_of_idle(values, name):
+    """Warns of options that were given, but are those of another parameterization."""
+    used = {field.name for field in _fields(PARAMETERIZATIONS.find(name))}
+    for other in PARAMETERIZATIONS.names():
+        for field in _fields(PARAMETERIZATIONS.find(other)):
+            if field.name not in used and values[field.name].present:
+                warnings.warn(
+                    f"--{field.name} is an option of {other} and does nothing: "
+                    f"--parameterization is {name}",
+                    stacklevel=2,
+                )
 
 
 def _parameterization(values, name):
@@ -364,8 +380,14 @@ def _parameterization(values, name):
 
 
 def _options(values, cls):
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in _fields(cls)]
     return {name: values[name].value for name in names if name in values}
+
+
+def _fields(cls):
+    """The options of a class that are flags: those with a help text."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return [field for field in fields if "help" in field.metadata]
 
 
 def _network(name, data, dtype_policy, seed):
@@ -553,6 +575,11 @@ def _prune(values, path):
         raise ValueError(
             f"--fractions must list numbers; received {values.fractions}"
         ) from None
+    if values.strategy == "kl" and not values.posterior:
+        raise flags.Error(
+            "--posterior is missing: --strategy=kl ranks weights by it. `compress "
+            "--keep_posterior` writes it"
+        )
     file = MiracleFile.read(path, values.max_weights or "auto")
     posterior = values.posterior and CodedPosterior.read(values.posterior)
     pruning_order(file, values.strategy, posterior)  # errors come before TensorFlow
@@ -791,7 +818,9 @@ def _export(values, path):
     output = pathlib.Path(_output(values))
     suffix = {"keras": ".keras", "litert": ".tflite"}.get(values.format)
     if suffix and output.suffix != suffix:
-        raise ValueError(f"--output is {str(output)!r}; Keras wants a name in {suffix}")
+        raise ValueError(
+            f"--output is {str(output)!r}; Keras wants a name that ends in {suffix}"
+        )
     if values.format == "saved_model" and output.is_dir():
         if not values.overwrite:
             raise FileExistsError(f"{output} exists; choose another or --overwrite it")

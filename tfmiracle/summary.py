@@ -1,8 +1,6 @@
 """What the command line and `CompressionResult` say about a file. Needs NumPy only."""
 
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
+from tfmiracle.miracle_file import MiracleFile
 
 
 def sizes(file: MiracleFile, file_bytes: int) -> dict:
@@ -18,8 +16,6 @@ def sizes(file: MiracleFile, file_bytes: int) -> dict:
             values[0] if values and values.count(values[0]) == len(values) else values
         )
 
-    kl_bits = file.metadata.get("kl_bits")
-
     return {
         "file_bytes": file_bytes,
         "payload_bytes": file.payload_bytes,
@@ -31,11 +27,8 @@ def sizes(file: MiracleFile, file_bytes: int) -> dict:
         "blocks": sum(g.layout.num_blocks for g in groups),
         "block_size": common(g.layout.block_size for g in groups),
         "block_bits": common(g.code.bits(g.layout.block_size) for g in groups),
-        "kl_bits": common(kl_bits) if isinstance(kl_bits, list) else kl_bits,
+        "code": common(g.code.identifier for g in groups),
         "codebook": common(getattr(g.code, "codebook", None) for g in groups),
-        "selection": common(
-            coder["config"].get("selection") for coder in file.metadata.get("coder", [])
-        ),
     }
 
 

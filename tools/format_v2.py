@@ -19,7 +19,7 @@ from keras import layers
 import tfmiracle
 from tfmiracle.architectures import new_network
 from tfmiracle.codec import keras_json, version2
-from tfmiracle.network import architecture_by_place, to_file
+from tfmiracle.network import plain_architecture, to_file
 
 
 def arguments():
@@ -223,7 +223,7 @@ def dictionary():
     parts.append("\n".join([*names, ""]).encode())
     *before, residual, digits, lenet5 = networks()
     for model in [*before, residual, digits, lenet5]:
-        content = {"model": keras_json.shorten(architecture_by_place(model))}
+        content = {"model": keras_json.shorten(plain_architecture(model))}
         text = json.dumps(content, separators=(",", ":")).encode()
         # Deep networks repeat themselves.
         parts.append(text if len(text) < 2000 else text[:1600] + text[-200:])
