@@ -623,7 +623,7 @@ def test_embeddings_are_not_compiled_for_each_length(monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"block_size": 0}, "`block_size`.* 0"),
+        ({"block_size": 0}, "`block_size`.*=0"),
         ({"block_bits": 40}, "`block_bits`.*=40"),
         ({"kl_bits": -2}, "`kl_bits`.*=-2"),
         ({"codebook": "other"}, "`codebook`.*'other'"),
