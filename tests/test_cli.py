@@ -632,6 +632,16 @@ def test_bad_input_is_one_line_and_status_2(made, tmp_path, capfd, line):
     assert {path: path.read_bytes() for path in made.iterdir()} == before
 
 
+def test_an_option_of_another_parameterization_is_warned_of(made, tmp_path, capfd):
+    compress = f"compress --data={made}/none.npz --output={tmp_path}/out.miracle"
+    idle = "--beta is an option of mean_var and does nothing"
+    assert cli.main([*compress.split(), "--beta=1", "--quota_rate=1"]) == 2
+    err = capfd.readouterr().err
+    assert idle in err and "--quota_rate" not in err and err.count("\n") == 2
+    assert cli.main([*compress.split(), "--beta=1", "--parameterization=mean_var"]) == 2
+    assert idle not in capfd.readouterr().err
+
+
 def test_defects_are_told_from_bad_input(made, monkeypatch, capsys):
     def defect(values, path):
         raise KeyError("oops")

@@ -146,8 +146,8 @@ def _run(argv):
     if values.help:
         argument = f" {command.argument}" if command.argument else ""
         print(f"tfmiracle {name}{argument} [flags]: {command.help}\n")
-        # Without the name of this module, which absl puts above its flags.
-        print((values.main_module_help() or values.get_help()).partition(":\n")[2])
+        text = values.main_module_help() or values.module_help(__name__)
+        print(text.partition(":\n")[2])  # without the name of this module
         return 0
     if len(positional) != bool(command.argument):
         raise ValueError(
@@ -210,7 +210,11 @@ def _usage():
     for name, command in COMMANDS.items():
         argument = command.argument or ""
         lines.append(f"  tfmiracle {name} {argument}".ljust(30) + command.help)
-    lines += ["", "`tfmiracle COMMAND --help` lists the flags of a command."]
+    lines += [
+        "",
+        "`tfmiracle COMMAND --help` lists the flags of a command; --flagfile=FILE reads "
+        "them from a file.",
+    ]
     return "\n".join(lines)
 
 
@@ -293,7 +297,10 @@ def _define_options(values, cls, without=(), prefix=""):
         }[types[0]]
         default = getattr(field.default, "identifier", field.default)
         text = prefix + field.metadata["help"]
-        define(field.name, default, text, flag_values=values)
+        if field.name in values:  # two parameterizations have an option of this name
+            values[field.name].help += f" {text}"
+        else:
+            define(field.name, default, text, flag_values=values)
 
 
 def _compress(values):
@@ -354,7 +361,7 @@ def _say(done, sets=("train", "test")):
 
 def _recipe(values):
     given = _options(values, Recipe)
-    if "parameterization" in given:
+    if "parameterization" in values:
         name = values.parameterization
         given["parameterization"] = _parameterization(values, name)
         _warn_of_idle(values, name)
@@ -380,12 +387,13 @@ def _parameterization(values, name):
 
 
 def _options(values, cls):
-    names = [field.name for field in _fields(cls)]
-    return {name: values[name].value for name in names if name in values}
+    """The options of a class that were given; the class has the defaults of others."""
+    names = [field.name for field in _fields(cls) if field.name in values]
+    return {name: values[name].value for name in names if values[name].present}
 
 
 def _fields(cls):
-    """The options of a class that are flags: those with a help text."""
+    """The options of a class that are flags: those that `option` made."""
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     return [field for field in fields if "help" in field.metadata]
 
