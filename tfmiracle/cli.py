@@ -212,8 +212,8 @@ def _usage():
         lines.append(f"  tfmiracle {name} {argument}".ljust(30) + command.help)
     lines += [
         "",
-        "`tfmiracle COMMAND --help` lists the flags of a command; --flagfile=FILE reads "
-        "them from a file.",
+        "`tfmiracle COMMAND --help` lists the flags of a command; --flagfile=FILE "
+        "reads them from a file.",
     ]
     return "\n".join(lines)
 

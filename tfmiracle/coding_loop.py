@@ -75,20 +75,7 @@ class CodingLoop:
         check_option(Recipe, "blocks_per_round", blocks_per_round)
         check_option(Recipe, "finetune_steps", finetune_steps)
         check_option(Recipe, "train_steps", train_steps)
-        # Errors should come before the training.
-        try:
-            size = len(json.dumps(metadata, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`metadata` must be what JSON can say: {error}. "
-                f"Received: metadata={metadata!r}"
-            ) from error
-        if size > miracle_file.MAX_METADATA_BYTES:
-            raise ValueError(
-                f"`metadata` takes {size:,} bytes as JSON; at most "
-                f"{miracle_file.MAX_METADATA_BYTES:,} are allowed. Keep what is large "
-                "elsewhere."
-            )
+        miracle_file.check_metadata(metadata)
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps

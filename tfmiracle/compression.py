@@ -22,10 +22,7 @@ from tfmiracle.data import (
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
-from tfmiracle.loading import to_network
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
+from tfmiracle.miracle_file import MiracleFile, check_metadata
 from tfmiracle.models import (
     VariationalModel,
     WholeBatches,
@@ -35,6 +32,7 @@ from tfmiracle.models import (
 )
 from tfmiracle.network import (
     check_network,
+    decoded_network,
     plain_architecture,
 )
 from tfmiracle.recipe import Recipe
@@ -182,6 +180,7 @@ def compress(
         to_come = made is not outputs and source == output and not output.exists()
         if not (to_come or (begun and _is_copied(source, output))):
             files.check_output(output, overwrite)
+    check_metadata(metadata)
     check_model(model)
     description = plain_architecture(model)  # raises, before anything else is done
     once = isinstance(data, types.GeneratorType)
@@ -266,7 +265,8 @@ def compress(
     training = {"callbacks": callbacks, "class_weight": class_weight}
 
     def decoded():
-        return compiled(to_network(decode(made[0], max_weights=None)))
+        found = decode(made[0], max_weights=None)
+        return compiled(decoded_network(found, model))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:
