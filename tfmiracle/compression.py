@@ -22,7 +22,11 @@ from tfmiracle.data import (
 from tfmiracle.decoder import decode
 from tfmiracle.distillation import relabel, soft_loss
 from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
-from tfmiracle.miracle_file import MiracleFile, check_metadata
+from tfmiracle.loading import to_network
+from tfmiracle.miracle_file import (
+    MiracleFile,
+    check_metadata,
+)
 from tfmiracle.models import (
     VariationalModel,
     WholeBatches,
@@ -32,7 +36,6 @@ from tfmiracle.models import (
 )
 from tfmiracle.network import (
     check_network,
-    decoded_network,
     plain_architecture,
 )
 from tfmiracle.recipe import Recipe
@@ -266,7 +269,7 @@ def compress(
 
     def decoded():
         found = decode(made[0], max_weights=None)
-        return compiled(decoded_network(found, model))
+        return compiled(to_network(found, architecture=description))
 
     def schedule(learning_rate, steps):
         if recipe.decay == "constant" or not steps:

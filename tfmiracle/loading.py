@@ -82,16 +82,24 @@ def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
 
 
 def to_network(
-    decoded: DecodedNetwork, custom_objects: dict | None = None
+    decoded: DecodedNetwork,
+    custom_objects: dict | None = None,
+    architecture: dict | None = None,
 ) -> keras.Model:
-    """Builds the Keras model of a decoded file, see `load`."""
-    if decoded.architecture is None:
+    """Builds the Keras model of a decoded file, see `load`.
+
+    Args:
+      decoded, custom_objects: see `load`.
+      architecture: that of the network, for a file without it.
+    """
+    architecture = decoded.architecture or architecture
+    if architecture is None:
         raise ValueError(
             "The file was written without its architecture. Build the network as it "
             "was, and pass it: `tfmiracle.load(path, model=network)`."
         )
     shapes = [value.shape for value in decoded.weights.values()]
-    model = build_network(decoded.architecture, custom_objects, shapes)
+    model = build_network(architecture, custom_objects, shapes)
     # By position: Keras numbers the names of layers anew in every process.
     set_weights(model, list(decoded.weights.values()))
     return model

@@ -1,7 +1,6 @@
 """From Keras models to `.miracle` files; `loading` is the way back."""
 
 import collections
-import dataclasses
 import json
 
 import keras
@@ -193,13 +192,8 @@ def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> No
       decoded: the network of the file.
       batch: inputs of the model.
     """
-    _check_outputs(model, [decoded_network(decoded, model)], batch)
-
-
-def decoded_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
-    """The network of a file that was made of `model`, where it has none its own."""
-    architecture = decoded.architecture or plain_architecture(model)
-    return to_network(dataclasses.replace(decoded, architecture=architecture))
+    net = to_network(decoded, architecture=plain_architecture(model))
+    _check_outputs(model, [net], batch)
 
 
 def _check_outputs(model, nets, batch):

@@ -221,8 +221,13 @@ class Run:
                     "training. Is the dataset empty, or a generator that ends?"
                 )
         elif coding:  # nothing to train, but all to code
+            others = keras.callbacks.CallbackList(
+                callbacks, model=model, verbose=0, epochs=0, steps=0
+            )
+            others.on_train_begin()
             coding.start(model)
             coding.finish()
+            others.on_train_end()
         self._steps_before += total
 
     def finish(self, result: dict) -> None:
