@@ -420,6 +420,7 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("`target` must be", target="small", tmp_path=tmp_path)
     refused("cannot be met", target=10, tmp_path=tmp_path)
     refused("JSON", metadata={"x": object()}, tmp_path=tmp_path)
+    refused("must be a tfmiracle.Recipe", recipe={"seed": 3}, tmp_path=tmp_path)
     refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
     refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
     refused("`rules` must be a dict", rules="*/bias", tmp_path=tmp_path)
@@ -887,6 +888,9 @@ def test_numbers_of_numpy_will_do():
         seed=np.uint64(3),
     )
     assert json.loads(json.dumps(recipe.settings())) == recipe.settings()
+    coder = tfmiracle.MinimalRandomCoder(np.int64(4), selection="sample")
+    settings_of_coder = Recipe(coder=coder).settings()["coder"]
+    assert json.loads(json.dumps(settings_of_coder)) == settings_of_coder
     assert recipe == Recipe(
         MeanKL(quota_rate=0.5, annealing_steps=9),
         block_size=7,

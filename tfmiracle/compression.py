@@ -167,6 +167,11 @@ def compress(
       FileExistsError: if `path` exists and `overwrite` is false.
     """
     recipe = recipe or Recipe()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            "`recipe` must be a tfmiracle.Recipe, such as Recipe(train_steps=3000). "
+            f"Received: recipe={recipe!r}"
+        )
     outputs = [pathlib.Path(path)]
     if keep_posterior:
         outputs.append(outputs[0].with_suffix(".posterior.npz"))

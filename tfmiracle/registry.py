@@ -3,6 +3,8 @@
 import importlib
 from typing import Generic, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 
 
@@ -92,4 +94,8 @@ class Registry(Generic[T]):
 
     def serialize(self, thing: T) -> dict:
         """What JSON can say of an object, for `get`."""
-        return {"name": thing.identifier, "config": thing.get_config()}
+        config = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in thing.get_config().items()
+        }
+        return {"name": thing.identifier, "config": config}
