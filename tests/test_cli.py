@@ -642,6 +642,16 @@ def test_an_option_of_another_parameterization_is_warned_of(made, tmp_path, capf
     assert idle not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_pipe_that_nobody_reads(made, options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tfmiracle.cli", "info", made / "net.miracle"]
+    ended = subprocess.run([*command, *options], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
 def test_defects_are_told_from_bad_input(made, monkeypatch, capsys):
     def defect(values, path):
         raise KeyError("oops")

@@ -2,8 +2,8 @@
 
 Every command has its own absl flags, so that a flag of another command is an error;
 `--flagfile=FILE` reads flags from a file. Results go to standard output, everything
-else to standard error. Exit status: 0 done, 2 bad input, 1 a defect, 130 or 143 ended
-by Ctrl-C or SIGTERM.
+else to standard error. Exit status: 0 done, 2 bad input, 1 a defect, 130, 141 or 143
+ended by Ctrl-C, a reader that closed the pipe, or SIGTERM.
 """
 
 import collections
@@ -78,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     except _Ended as end:
         _complain(f"ended by SIGTERM{end}")
         return 143
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
             raise
@@ -160,9 +163,9 @@ def _run(argv):
     except (KeyboardInterrupt, _Ended) as end:
         raise type(end)(_how_to_go_on(command, values)) from None
     if values.json:
-        print(json.dumps(_finite(result), allow_nan=False))
+        print(json.dumps(_finite(result), allow_nan=False), flush=True)
     else:
-        print(command.show(result))
+        print(command.show(result), flush=True)
     return 0
 
 
