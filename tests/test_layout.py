@@ -312,3 +312,9 @@ def test_an_empty_variable_among_others_stays_empty():
     values = layout.expand(numbered_blocks(layout))
     assert [v.shape for v in values] == [(0, 5), (4,), (0,)]
     np.testing.assert_array_equal(layout.project(values), numbered_blocks(layout))
+
+
+def test_it_says_what_it_is():
+    layout = WeightLayout([CodedVariable((3, 5), 2, 0), CodedVariable((2,), 1, 0)], 4, 0)
+    expected = "WeightLayout(10 effective weights of 2 variables, 3 blocks of 4)"
+    assert repr(layout) == expected
