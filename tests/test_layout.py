@@ -315,6 +315,7 @@ def test_an_empty_variable_among_others_stays_empty():
 
 
 def test_it_says_what_it_is():
-    layout = WeightLayout([CodedVariable((3, 5), 2, 0), CodedVariable((2,), 1, 0)], 4, 0)
+    coded = [CodedVariable((3, 5), 2, 0), CodedVariable((2,), 1, 0)]
+    layout = WeightLayout(coded, 4, 0)
     expected = "WeightLayout(10 effective weights of 2 variables, 3 blocks of 4)"
     assert repr(layout) == expected
