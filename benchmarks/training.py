@@ -9,7 +9,8 @@ from timing import best_of_each
 
 import tfmiracle
 from tfmiracle.studies.architectures import lenet5
-from tfmiracle.training.compression import STEPS_PER_EXECUTION, _training_batches
+from tfmiracle.training.data import training_batches
+from tfmiracle.training.run import STEPS_PER_EXECUTION
 
 BATCH_SIZE = 200
 STEPS = 160
@@ -37,7 +38,7 @@ def compiled(model: keras.Model) -> keras.Model:
 def fitted(model, data):
     """As `tfmiracle.compress` does it."""
     model = compiled(model)
-    batches = _training_batches(data, tfmiracle.Recipe(batch_size=BATCH_SIZE))
+    batches = training_batches(data, tfmiracle.Recipe(batch_size=BATCH_SIZE))
     return lambda steps: model.fit(
         batches("coding", 0), steps_per_epoch=steps, shuffle=False, verbose=0
     )

@@ -1,5 +1,6 @@
 """Coding during `fit`."""
 
+import inspect
 import json
 
 import keras
@@ -18,6 +19,7 @@ from tfmiracle.miracle_file import (
 )
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.training import coding_loop
+from tfmiracle.training.coding_loop import CodingLoop
 
 BITS = 8
 
@@ -449,10 +451,19 @@ def test_arguments_out_of_range(tmp_path, arguments):
         CompressionCallback(tmp_path / "net.miracle", **arguments)
 
 
+def test_help_tells_the_arguments():
+    signature = inspect.signature(CompressionCallback)
+    assert signature == inspect.signature(CodingLoop)
+    for name in signature.parameters:
+        assert f"\n      {name}:" in CompressionCallback.__doc__
+    with pytest.raises(TypeError, match="selection"):
+        CompressionCallback("net.miracle", selection="sample")
+
+
 def test_metadata_are_checked_at_once(tmp_path):
-    with pytest.raises(TypeError, match="JSON"):
+    with pytest.raises(ValueError, match=r"`metadata`.*JSON.*float32"):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.float32(1)})
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match=r"`metadata`.*JSON.*nan"):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": np.nan})
     with pytest.raises(ValueError, match="2,000,009 bytes as JSON; at most 1,048"):
         CompressionCallback(tmp_path / "net.miracle", metadata={"x": "." * 2_000_000})

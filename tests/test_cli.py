@@ -603,6 +603,10 @@ BAD = {
     "negative seed": "{compress} --seed=-1",
     "unknown selection": "{compress} --selection=best",
     "unknown codebook": "{compress} --codebook=sobol",
+    "unknown coder": "{compress} --coder=huffman",
+    "unknown parameterization": "{compress} --parameterization=mean_kurtosis",
+    "nothing to code": "{compress} --parameterization=deterministic",
+    "an option of mean_var": "{compress} --parameterization=mean_var --beta=-1",
     "nothing held out": "{compress} --validation_fraction=1e-9",
     "all held out": "{compress} --validation_fraction=1",
     "missing flag file": "{compress} --flagfile={made}/none.flags",
@@ -627,6 +631,26 @@ def test_bad_input_is_one_line_and_status_2(made, tmp_path, capfd, line):
     assert not re.search("unexpected|Traceback|Errno", err), err
     assert list(tmp_path.iterdir()) == []
     assert {path: path.read_bytes() for path in made.iterdir()} == before
+
+
+def test_an_option_of_another_parameterization_is_warned_of(made, tmp_path, capfd):
+    compress = f"compress --data={made}/none.npz --output={tmp_path}/out.miracle"
+    idle = "--beta is an option of mean_var and does nothing"
+    assert cli.main([*compress.split(), "--beta=1", "--quota_rate=1"]) == 2
+    err = capfd.readouterr().err
+    assert idle in err and "--quota_rate" not in err and err.count("\n") == 2
+    assert cli.main([*compress.split(), "--beta=1", "--parameterization=mean_var"]) == 2
+    assert idle not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_pipe_that_nobody_reads(made, options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tfmiracle.cli", "info", made / "net.miracle"]
+    ended = subprocess.run([*command, *options], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 def test_defects_are_told_from_bad_input(made, monkeypatch, capsys):

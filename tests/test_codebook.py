@@ -145,7 +145,7 @@ def test_decoding_needs_no_tensorflow():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((-1, [0], [0], 4), r"seed = -1; pass an integer from 0 to 2\*\*64 - 1"),
+        ((-1, [0], [0], 4), r"`seed` .* from 0 to 2\*\*64 - 1.* seed=-1"),
         ((0, [-1], [0], 4), "blocks holds -1; pass integers from 0"),
         ((0, [0], [2**32], 4), "indices holds 4294967296; pass integers"),
         ((0, [0], [0.5], 4), "indices has dtype float64; pass integers"),

@@ -432,7 +432,7 @@ def test_no_blocks():
         ({"block_bits": 29}, "integer from 0 to 28.*block_bits=29"),
         ({"block_bits": True}, "must be an integer.*block_bits=True"),
         ({"block_bits": 2.5}, r"must be an integer.*block_bits=2\.5"),
-        ({"seed": -1}, r"seed = -1; pass an integer from 0 to 2\*\*64 - 1"),
+        ({"seed": -1}, r"`seed` .* from 0 to 2\*\*64 - 1.* seed=-1"),
         ({"codebook": "own"}, r"one of \('per_block', 'shared'\).*codebook='own'"),
         ({"selection": "best"}, r"one of \('sample', 'largest_weight'\).*'best'"),
     ],

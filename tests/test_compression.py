@@ -23,7 +23,7 @@ from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.posteriors.parameterization import MeanKL, MeanVar
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.training import coding_loop, compression, run
 from tfmiracle.training.data import shifted, training_batches
@@ -152,9 +152,13 @@ def test_compress(tmp_path, quick, capsys):
     made_with = json.loads(path.with_suffix(".record.json").read_text())
     assert made_with["coder"][0]["config"]["selection"] == "largest_weight"
     block_size = file.groups[0].layout.block_size
-    changed = {"warmup_steps": 10, "blocks_per_round": 64, "finetune_steps": 3}
-    changed |= {"block_size": block_size}
-    assert made_with["recipe"] == {**FAST.settings(), **changed}
+    assert made_with["recipe"] == {
+        **FAST.settings(),
+        "block_size": block_size,
+        "warmup_steps": 10,
+        "blocks_per_round": 64,
+        "finetune_steps": 3,
+    }
 
     stages = ["original", "warmup", "posterior_mean", "posterior_sample", "decoded"]
     assert list(result.stages) == stages
@@ -416,7 +420,8 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("could be coded", rules={"*": "store"}, tmp_path=tmp_path)
     refused("`target` must be", target="small", tmp_path=tmp_path)
     refused("cannot be met", target=10, tmp_path=tmp_path)
-    refused("JSON", metadata={"x": object()}, error=TypeError, tmp_path=tmp_path)
+    refused("JSON", metadata={"x": object()}, tmp_path=tmp_path)
+    refused("must be a tfmiracle.Recipe", recipe={"seed": 3}, tmp_path=tmp_path)
     refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
     refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
     refused("`rules` must be a dict", rules="*/bias", tmp_path=tmp_path)
@@ -858,6 +863,7 @@ def test_few_examples_fill_a_batch_over_and_over():
         ("codebook", ["sobol", None]),
         ("selection", ["best", None]),
         ("decay", ["linear"]),
+        ("coder", ["huffman", None, 3]),
         ("seed", [-1, 2**64, 0.5]),
     ],
 )
@@ -874,6 +880,36 @@ def test_changes_are_what_differs_from_the_defaults():
     assert Recipe(**PAPER.changes()) == PAPER
     assert Recipe(parameterization="mean_kl") == Recipe()
     assert json.loads(json.dumps(PAPER.settings()))["quota_rate"] == 1.0
+
+
+def test_numbers_of_numpy_will_do():
+    recipe = Recipe(
+        MeanKL(quota_rate=np.float32(0.5), annealing_steps=np.int64(9)),
+        block_size=np.int32(7),
+        block_bits=np.int64(8),
+        l2=np.float32(0.25),
+        warm_start=np.bool_(False),
+        seed=np.uint64(3),
+    )
+    assert json.loads(json.dumps(recipe.settings())) == recipe.settings()
+    coder = tfmiracle.MinimalRandomCoder(np.int64(4), selection="sample")
+    settings_of_coder = Recipe(coder=coder).settings()["coder"]
+    assert json.loads(json.dumps(settings_of_coder)) == settings_of_coder
+    assert recipe == Recipe(
+        MeanKL(quota_rate=0.5, annealing_steps=9),
+        block_size=7,
+        block_bits=8,
+        l2=0.25,
+        warm_start=False,
+        seed=3,
+    )
+
+
+def test_specifications_by_name_class_or_object():
+    for name in ("mean_var", MeanVar, MeanVar()):
+        assert Recipe(parameterization=name) == Recipe(parameterization=MeanVar())
+    config = PARAMETERIZATIONS.serialize(MeanVar(beta=1e-4))
+    assert Recipe(parameterization=config).parameterization == MeanVar(beta=1e-4)
 
 
 def test_the_budget_falls_in_the_first_half():

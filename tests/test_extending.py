@@ -2,14 +2,19 @@
 
 import json
 import re
+from typing import ClassVar
 
 import keras
 import numpy as np
 import pytest
+from absl import flags
 from support import ROOT, run_python
 
 import tfmiracle
+from tfmiracle import cli
 from tfmiracle.decoder import decode
+from tfmiracle.options import option, options
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 
@@ -115,3 +120,30 @@ def test_an_own_parameterization(page, tmp_path, eager):
 def test_bad_options_of_an_own_parameterization(page):
     with pytest.raises(ValueError, match="`log_ratio` must be a finite number"):
         page["FixedRatio"](log_ratio=np.inf)
+
+
+def test_flags_of_own_parameterizations(monkeypatch, capsys):
+    """Also of plain classes, and of two that call their options alike."""
+    monkeypatch.setattr(PARAMETERIZATIONS, "_classes", dict(PARAMETERIZATIONS._classes))
+
+    @PARAMETERIZATIONS.register
+    class Plain(Parameterization):
+        identifier = "plain"
+        posterior = None
+
+    @PARAMETERIZATIONS.register
+    @options
+    class Other(Parameterization):
+        identifier: ClassVar[str] = "other"
+        beta: float = option(0.5, "another beta.")
+        gain: float = option(2.0, "how much.")
+        posterior = None
+
+    assert cli.main(["compress", "--help"]) == 0
+    help = " ".join(capsys.readouterr().out.split())
+    assert "mean_var: initial weight of the KL of a block (nats) in the loss." in help
+    assert "other: another beta." in help and "--gain: other: how much." in help
+    values = flags.FlagValues()
+    cli.COMMANDS["compress"].define(values)
+    values(["tfmiracle", "--parameterization=other", "--gain=3"])
+    assert cli._recipe(values).parameterization == Other(beta=0.5, gain=3.0)

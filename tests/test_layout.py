@@ -302,7 +302,7 @@ def test_other_errors():
         with pytest.raises(ValueError, match="no weight to code"):
             WeightLayout(empty, 5, 0)
     for seed in (-1, 2**64, 1.5):
-        with pytest.raises(ValueError, match=f"seed = {seed}"):
+        with pytest.raises(ValueError, match=f"seed={seed}"):
             WeightLayout([CodedVariable((3,))], 5, seed)
 
 
@@ -312,3 +312,10 @@ def test_an_empty_variable_among_others_stays_empty():
     values = layout.expand(numbered_blocks(layout))
     assert [v.shape for v in values] == [(0, 5), (4,), (0,)]
     np.testing.assert_array_equal(layout.project(values), numbered_blocks(layout))
+
+
+def test_it_says_what_it_is():
+    coded = [CodedVariable((3, 5), 2, 0), CodedVariable((2,), 1, 0)]
+    layout = WeightLayout(coded, 4, 0)
+    expected = "WeightLayout(10 effective weights of 2 variables, 3 blocks of 4)"
+    assert repr(layout) == expected

@@ -2,8 +2,8 @@
 
 Every command has its own absl flags, so that a flag of another command is an error;
 `--flagfile=FILE` reads flags from a file. Results go to standard output, everything
-else to standard error. Exit status: 0 done, 2 bad input, 1 a defect, 130 or 143 ended
-by Ctrl-C or SIGTERM.
+else to standard error. Exit status: 0 done, 2 bad input, 1 a defect, 130, 141 or 143
+ended by Ctrl-C, a reader that closed the pipe, or SIGTERM.
 """
 
 import collections
@@ -78,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     except _Ended as end:
         _complain(f"ended by SIGTERM{end}")
         return 143
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         if os.environ.get("TFMIRACLE_TRACEBACK"):
             raise
@@ -146,7 +149,8 @@ def _run(argv):
     if values.help:
         argument = f" {command.argument}" if command.argument else ""
         print(f"tfmiracle {name}{argument} [flags]: {command.help}\n")
-        print(values.main_module_help() or values.get_help())
+        text = values.main_module_help() or values.module_help(__name__)
+        print(text.partition(":\n")[2])  # without the name of this module
         return 0
     if len(positional) != bool(command.argument):
         raise ValueError(
@@ -159,9 +163,9 @@ def _run(argv):
     except (KeyboardInterrupt, _Ended) as end:
         raise type(end)(_how_to_go_on(command, values)) from None
     if values.json:
-        print(json.dumps(_finite(result), allow_nan=False))
+        print(json.dumps(_finite(result), allow_nan=False), flush=True)
     else:
-        print(command.show(result))
+        print(command.show(result), flush=True)
     return 0
 
 
@@ -209,7 +213,11 @@ def _usage():
     for name, command in COMMANDS.items():
         argument = command.argument or ""
         lines.append(f"  tfmiracle {name} {argument}".ljust(30) + command.help)
-    lines += ["", "`tfmiracle COMMAND --help` lists the flags of a command."]
+    lines += [
+        "",
+        "`tfmiracle COMMAND --help` lists the flags of a command; --flagfile=FILE "
+        "reads them from a file.",
+    ]
     return "\n".join(lines)
 
 
@@ -280,7 +288,7 @@ def _define_recipe(values, without=()):
 
 def _define_options(values, cls, without=(), prefix=""):
     """A flag for each option of a class, with its default and help."""
-    for field in dataclasses.fields(cls):
+    for field in _fields(cls):
         if field.name in without:
             continue
         types = typing.get_args(field.type) or (field.type,)
@@ -292,7 +300,10 @@ def _define_options(values, cls, without=(), prefix=""):
         }[types[0]]
         default = getattr(field.default, "identifier", field.default)
         text = prefix + field.metadata["help"]
-        define(field.name, default, text, flag_values=values)
+        if field.name in values:  # two parameterizations have an option of this name
+            values[field.name].help += f" {text}"
+        else:
+            define(field.name, default, text, flag_values=values)
 
 
 def _compress(values):
@@ -353,9 +364,24 @@ def _say(done, sets=("train", "test")):
 
 def _recipe(values):
     given = _options(values, Recipe)
-    if "parameterization" in given:
-        given["parameterization"] = _parameterization(values, values.parameterization)
+    if "parameterization" in values:
+        name = values.parameterization
+        given["parameterization"] = _parameterization(values, name)
+        _warn_of_idle(values, name)
     return Recipe(**given)
+
+
+def _warn_of_idle(values, name):
+    """Warns of options that were given, but are those of another parameterization."""
+    used = {field.name for field in _fields(PARAMETERIZATIONS.find(name))}
+    for other in PARAMETERIZATIONS.names():
+        for field in _fields(PARAMETERIZATIONS.find(other)):
+            if field.name not in used and values[field.name].present:
+                warnings.warn(
+                    f"--{field.name} is an option of {other} and does nothing: "
+                    f"--parameterization is {name}",
+                    stacklevel=2,
+                )
 
 
 def _parameterization(values, name):
@@ -364,8 +390,15 @@ def _parameterization(values, name):
 
 
 def _options(values, cls):
-    names = [field.name for field in dataclasses.fields(cls)]
-    return {name: values[name].value for name in names if name in values}
+    """The options of a class that were given; the class has the defaults of others."""
+    names = [field.name for field in _fields(cls) if field.name in values]
+    return {name: values[name].value for name in names if values[name].present}
+
+
+def _fields(cls):
+    """The options of a class that are flags: those that `option` made."""
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    return [field for field in fields if "help" in field.metadata]
 
 
 def _network(name, data, dtype_policy, seed):
@@ -553,6 +586,11 @@ def _prune(values, path):
         raise ValueError(
             f"--fractions must list numbers; received {values.fractions}"
         ) from None
+    if values.strategy == "kl" and not values.posterior:
+        raise flags.Error(
+            "--posterior is missing: --strategy=kl ranks weights by it. `compress "
+            "--keep_posterior` writes it"
+        )
     file = MiracleFile.read(path, values.max_weights or "auto")
     posterior = values.posterior and CodedPosterior.read(values.posterior)
     pruning_order(file, values.strategy, posterior)  # errors come before TensorFlow
@@ -791,7 +829,9 @@ def _export(values, path):
     output = pathlib.Path(_output(values))
     suffix = {"keras": ".keras", "litert": ".tflite"}.get(values.format)
     if suffix and output.suffix != suffix:
-        raise ValueError(f"--output is {str(output)!r}; Keras wants a name in {suffix}")
+        raise ValueError(
+            f"--output is {str(output)!r}; Keras wants a name that ends in {suffix}"
+        )
     if values.format == "saved_model" and output.is_dir():
         if not values.overwrite:
             raise FileExistsError(f"{output} exists; choose another or --overwrite it")

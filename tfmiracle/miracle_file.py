@@ -163,6 +163,26 @@ class MiracleFile:
             raise FileFormatError(f"{path}: {error}") from None
 
 
+def check_metadata(metadata: dict | None) -> None:
+    """Checks what a user wants a file to say, before hours are spent on it.
+
+    Raises:
+      ValueError: if JSON cannot say it, or it is too large.
+    """
+    try:
+        size = len(json.dumps(metadata, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`metadata` must be what JSON can say: {error}. "
+            f"Received: metadata={metadata!r}"
+        ) from error
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(
+            f"`metadata` takes {size:,} bytes as JSON; at most {MAX_METADATA_BYTES:,} "
+            "are allowed. Keep what is large elsewhere."
+        )
+
+
 def check_description(architecture: dict, names: Sequence[str]) -> None:
     """Checks what will be written of a network, before hours are spent on its weights.
 

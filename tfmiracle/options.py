@@ -8,9 +8,12 @@ fields.
 import dataclasses
 import inspect
 import math
+import numbers
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Check(NamedTuple):
@@ -21,11 +24,11 @@ class Check(NamedTuple):
 
 
 def _is_integer(value):
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_number(value):
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def integer(least: int) -> Check:
@@ -81,7 +84,11 @@ def options(cls):
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            check_option(cls, field.name, getattr(self, field.name))
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # which JSON does not know
+                value = value.item()
+                object.__setattr__(self, field.name, value)
+            check_option(cls, field.name, value)
         if own is not None:
             own(self)
 

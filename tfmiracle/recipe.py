@@ -81,12 +81,14 @@ class Recipe:
         "the weights reached.",
         integer(0),
     )
-    warmup_learning_rate: float = option(2e-3, "for these, at the start.", POSITIVE)
+    warmup_learning_rate: float = option(
+        2e-3, "learning rate in deterministic training, at the start.", POSITIVE
+    )
     train_steps: int = option(6000, "steps of variational training.", integer(0))
     learning_rate: float | None = option(
         None,
-        "of the means in variational training, at the start; by default 1e-2, for "
-        "'mean_var', whose means are weights, 2e-3.",
+        "learning rate of the means in variational training, at the start; by default "
+        "1e-2, and for 'mean_var', whose means are weights, 2e-3.",
         or_none(POSITIVE),
     )
     l2: float = option(
@@ -97,7 +99,8 @@ class Recipe:
     )
     decay: str = option(
         "cosine",
-        "'cosine' (to zero, in either training) or 'constant'.",
+        "what becomes of a learning rate in the course of training: 'cosine' (it falls "
+        "to zero) or 'constant'.",
         one_of("cosine", "constant"),
     )
     warm_start: bool = option(
@@ -107,13 +110,15 @@ class Recipe:
     )
     log_scale: float = option(
         -2.0,
-        "initial log standard deviation of the coding distribution, if not.",
+        "initial log standard deviation of the coding distribution without "
+        "`warm_start`.",
         FINITE,
     )
     warm_log_scale: float = option(
         0.0,
-        "if so, initial log of its ratio to the root mean square of the weights. 1 is "
-        "better than 0 at one bit a weight, worse far below that.",
+        "with `warm_start`, initial log of the ratio of that standard deviation to the "
+        "root mean square of the weights. 1 is better than 0 at one bit a weight, "
+        "worse far below that.",
         FINITE,
     )
     log_scale_rate: float = option(
@@ -126,12 +131,14 @@ class Recipe:
     )
     finetune_steps: int = option(
         50,
-        "steps of such a stretch; the next multiple of ten is taken.",
+        "steps of fine-tuning between two rounds of coding; the next multiple of ten "
+        "is taken.",
         integer(0),
     )
     finetune_learning_rate: float | None = option(
         None,
-        "learning rate in fine-tuning, constant; by default half of the default above.",
+        "learning rate in fine-tuning, constant; by default half of the default of "
+        "`learning_rate`.",
         or_none(POSITIVE),
     )
     recalibration_steps: int = option(
@@ -150,6 +157,10 @@ class Recipe:
                 "code. Use 'mean_kl' or 'mean_var'."
             )
         object.__setattr__(self, "parameterization", parameterization)
+        if isinstance(self.coder, str):  # found where it is used, with TensorFlow
+            CODERS.check(self.coder)
+        else:
+            object.__setattr__(self, "coder", CODERS.get(self.coder))
         check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
 

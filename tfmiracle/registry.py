@@ -1,6 +1,9 @@
 """Kinds of things that are found by name, as Keras finds initializers."""
 
+import importlib
 from typing import Generic, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -11,10 +14,12 @@ class Registry(Generic[T]):
     Args:
       argument: name of the argument that takes one of them, for errors.
       base: the class that they derive from.
+      **homes: identifier -> the module that registers it, which is imported when it is
+        asked for.
     """
 
-    def __init__(self, argument: str, base: type[T]):
-        self._argument, self._base = argument, base
+    def __init__(self, argument: str, base: type[T], **homes: str):
+        self._argument, self._base, self._homes = argument, base, homes
         self._classes: dict[str, type[T]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
@@ -42,7 +47,12 @@ class Registry(Generic[T]):
         return cls
 
     def names(self) -> list[str]:
-        return sorted(self._classes)
+        return sorted({*self._classes, *self._homes})
+
+    def check(self, identifier: str) -> None:
+        """Raises a ValueError unless there is a class of this identifier."""
+        if identifier not in self.names():
+            raise self._unknown(identifier)
 
     def find(self, identifier: str) -> type[T]:
         """The class of an identifier.
@@ -50,30 +60,42 @@ class Registry(Generic[T]):
         Raises:
           ValueError: if there is none.
         """
+        self.check(identifier)
         if identifier not in self._classes:
-            raise ValueError(
-                f"`{self._argument}` must be a {self._base.__name__} or the name of "
-                f"one that is registered: {', '.join(self.names())}. "
-                f"Received: {self._argument}={identifier!r}"
-            )
+            importlib.import_module(self._homes[identifier])
         return self._classes[identifier]
 
     def get(self, given: "str | dict | T") -> T:
         """An object for what a user gave.
 
         Args:
-          given: a name, for the defaults; what `serialize` made; or an object, which
-            is returned.
+          given: a name or a class, for the defaults; what `serialize` made; or an
+            object, which is returned.
 
         Raises:
           ValueError: if there is none of this name, or an option is out of range.
         """
         if isinstance(given, self._base):
             return given
+        if isinstance(given, type) and issubclass(given, self._base):
+            return given()
         if isinstance(given, dict) and given.keys() == {"name", "config"}:
             return self.find(given["name"])(**given["config"])
-        return self.find(given if isinstance(given, str) else repr(given))()
+        if not isinstance(given, str):
+            raise self._unknown(given)
+        return self.find(given)()
+
+    def _unknown(self, given):
+        return ValueError(
+            f"`{self._argument}` must be a {self._base.__name__} or the name of one "
+            f"that is registered: {', '.join(self.names())}. "
+            f"Received: {self._argument}={given!r}"
+        )
 
     def serialize(self, thing: T) -> dict:
         """What JSON can say of an object, for `get`."""
-        return {"name": thing.identifier, "config": thing.get_config()}
+        config = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in thing.get_config().items()
+        }
+        return {"name": thing.identifier, "config": config}

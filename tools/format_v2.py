@@ -18,7 +18,7 @@ from keras import layers
 
 import tfmiracle
 from tfmiracle.codec import keras_json, version2
-from tfmiracle.hosts.network import architecture_by_place, to_file
+from tfmiracle.hosts.network import plain_architecture, to_file
 from tfmiracle.studies.architectures import new_network
 
 
@@ -223,7 +223,7 @@ def dictionary():
     parts.append("\n".join([*names, ""]).encode())
     *before, residual, digits, lenet5 = networks()
     for model in [*before, residual, digits, lenet5]:
-        content = {"model": keras_json.shorten(architecture_by_place(model))}
+        content = {"model": keras_json.shorten(plain_architecture(model))}
         text = json.dumps(content, separators=(",", ":")).encode()
         # Deep networks repeat themselves.
         parts.append(text if len(text) < 2000 else text[:1600] + text[-200:])

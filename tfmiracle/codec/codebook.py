@@ -42,7 +42,7 @@ def check_code(block_bits: int, codebook: str) -> None:
         raise ValueError(
             f"`block_bits` must be an integer from 0 to {MAX_BLOCK_BITS}: a codebook "
             "has 2**block_bits candidates, and the encoder tries them all. "
-            f"Received: block_bits={block_bits}"
+            f"Received: block_bits={block_bits!r}"
         )
     if codebook not in CODEBOOKS:
         raise ValueError(

@@ -78,6 +78,13 @@ class WeightLayout:
             raise ValueError("There is no weight to code: the variables are empty.")
         self.block_size = min(int(block_size), self.num_effective)
 
+    def __repr__(self):
+        return (
+            f"WeightLayout({self.num_effective} effective weights of "
+            f"{len(self.variables)} variables, {self.num_blocks} blocks of "
+            f"{self.block_size})"
+        )
+
     @functools.cached_property
     def num_weights(self) -> int:
         """Number of entries of all variables."""

@@ -84,7 +84,9 @@ def split_seed(seed: int) -> tuple[int, int]:
       ValueError: `seed` is not an integer from 0 to 2**64 - 1.
     """
     if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
-        raise ValueError(f"seed = {seed!r}; pass an integer from 0 to 2**64 - 1.")
+        raise ValueError(
+            f"`seed` must be an integer from 0 to 2**64 - 1. Received: seed={seed!r}"
+        )
     return int(seed) & _MASK, int(seed) >> 32
 
 

@@ -77,7 +77,7 @@ class Coder(abc.ABC):
         return config
 
 
-CODERS = Registry("coder", Coder)
+CODERS = Registry("coder", Coder, mrc="tfmiracle.coding.minimal_random")
 
 
 def coder_of(coder: str | dict | Coder, **options) -> Coder:

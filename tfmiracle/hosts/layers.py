@@ -11,6 +11,7 @@ import random
 
 import keras
 
+from tfmiracle import philox
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
 from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
@@ -18,9 +19,10 @@ from tfmiracle.keras_internals import (
     own_trainable_variables,
     track_as_not_trainable,
 )
+from tfmiracle.options import check_option
 from tfmiracle.posteriors.block_posterior import posterior_over
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
-from tfmiracle.recipe import DEFAULTS
+from tfmiracle.recipe import DEFAULTS, Recipe
 
 
 class VariationalLayer:
@@ -75,6 +77,9 @@ class VariationalLayer:
             "log_scale_rate": log_scale_rate,
             "seed": seed,
         }
+        for name in ("block_size", "kl_bits", "log_scale", "log_scale_rate"):
+            check_option(Recipe, name, self._options[name])
+        philox.split_seed(seed or 0)
         self.block_posterior = None
         self._substituted = []
 

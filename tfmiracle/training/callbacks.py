@@ -1,5 +1,6 @@
 """Coding a model during `fit`."""
 
+import inspect
 import os
 
 import keras
@@ -24,8 +25,23 @@ class CompressionCallback(keras.callbacks.Callback):
 
     Args:
       filepath: the file to write; or a `CodingLoop`, which says all.
-      *args, **kwargs: as for `CodingLoop`: `blocks_per_round`, `finetune_steps`,
-        `train_steps`, `overwrite`, `recalibration_data`, ...
+      blocks_per_round: number of blocks coded between two stretches of fine-tuning.
+      finetune_steps: number of steps between two rounds (100 in the paper, for rounds
+        of one block). With `steps_per_execution`, the next multiple of it.
+      train_steps: number of steps before the first round.
+      overwrite: whether existing files may be replaced.
+      recalibration_data: batches of inputs, from which the statistics of
+        BatchNormalization are taken anew when all is coded; see `recalibrate`.
+      posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
+        coded, which diagnostics and pruning need; by default nowhere.
+      metadata: entries for the file's metadata; anything JSON can say, up to 1 MiB.
+      architecture: whether the file says how the network is built. Without it the file
+        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
+      record_path: where to write, as JSON, how the file was made: version of tfmiracle,
+        parameterization, budget, coder, and `record`; by default nowhere.
+      record: further entries of that.
+      verbose: 0 for silence, 1 for progress over blocks where `fit` itself shows none
+        (`verbose=0`): a bar on a terminal and in a notebook, a few lines elsewhere.
 
     Attributes:
       loop: the `CodingLoop`, which this drives.
@@ -33,6 +49,8 @@ class CompressionCallback(keras.callbacks.Callback):
       file: the `MiracleFile` written, or None.
       file_bytes: its size.
     """
+
+    __signature__ = inspect.signature(CodingLoop)
 
     def __init__(self, filepath: str | os.PathLike | CodingLoop, *args, **kwargs):
         super().__init__()

@@ -46,23 +46,7 @@ class CodingLoop:
 
     Args:
       filepath: the file to write.
-      blocks_per_round: number of blocks coded between two stretches of fine-tuning.
-      finetune_steps: number of steps between two rounds (100 in the paper, for rounds
-        of one block). With `steps_per_execution`, the next multiple of it.
-      train_steps: number of steps before the first round.
-      overwrite: whether existing files may be replaced.
-      recalibration_data: batches of inputs, from which the statistics of
-        BatchNormalization are taken anew when all is coded; see `recalibrate`.
-      posterior_path: where to write a `CodedPosterior`, Q of all weights as they were
-        coded, which diagnostics and pruning need; by default nowhere.
-      metadata: entries for the file's metadata; anything JSON can say, up to 1 MiB.
-      architecture: whether the file says how the network is built. Without it the file
-        is smaller, and whoever loads it needs the network: `load(path, model=network)`.
-      record_path: where to write, as JSON, how the file was made: version of tfmiracle,
-        parameterization, budget, coder, and `record`; by default nowhere.
-      record: further entries of that.
-      verbose: 0 for silence, 1 for progress over blocks where `fit` itself shows none
-        (`verbose=0`): a bar on a terminal and in a notebook, a few lines elsewhere.
+      **options: see `CompressionCallback`.
 
     Attributes:
       history: one dict a round: "step", "blocks" coded so far, mean "kl_bits" and
@@ -92,14 +76,7 @@ class CodingLoop:
         check_option(Recipe, "blocks_per_round", blocks_per_round)
         check_option(Recipe, "finetune_steps", finetune_steps)
         check_option(Recipe, "train_steps", train_steps)
-        # Errors should come before the training.
-        size = len(json.dumps(metadata, allow_nan=False))
-        if size > miracle_file.MAX_METADATA_BYTES:
-            raise ValueError(
-                f"`metadata` takes {size:,} bytes as JSON; at most "
-                f"{miracle_file.MAX_METADATA_BYTES:,} are allowed. Keep what is large "
-                "elsewhere."
-            )
+        miracle_file.check_metadata(metadata)
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
         self.finetune_steps = finetune_steps

@@ -25,9 +25,7 @@ from tfmiracle.hosts.network import (
     plain_architecture,
 )
 from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
+from tfmiracle.miracle_file import MiracleFile, check_metadata
 from tfmiracle.recipe import Recipe
 from tfmiracle.training.coding_loop import CodingLoop
 from tfmiracle.training.data import (
@@ -166,7 +164,13 @@ def compress(
       FileExistsError: if `path` exists and `overwrite` is false.
     """
     recipe = recipe or Recipe()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            "`recipe` must be a tfmiracle.Recipe, such as Recipe(train_steps=3000). "
+            f"Received: recipe={recipe!r}"
+        )
     outputs = _Outputs(path, workdir, keep_posterior, record, overwrite)
+    check_metadata(metadata)
     check_model(model)
     description = plain_architecture(model)  # raises, before anything else is done
     objective = _Objective.of(model, loss, metrics, class_weight, distill)

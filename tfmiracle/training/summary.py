@@ -1,8 +1,6 @@
 """What the command line and `CompressionResult` say about a file. Needs NumPy only."""
 
-from tfmiracle.miracle_file import (
-    MiracleFile,
-)
+from tfmiracle.miracle_file import MiracleFile
 
 
 def sizes(file: MiracleFile, file_bytes: int) -> dict:
