@@ -48,6 +48,19 @@ class NotAllowed(ValueError):
     """A description holds what a network of a file may not be made of."""
 
 
+class _Object(dict):
+    """An object of a description, which shows as few letters.
+
+    Keras puts the whole of it into the text of an error, once for each model around it.
+    """
+
+    def __repr__(self):
+        return "{...}"
+
+    def copy(self):
+        return _Object(self)
+
+
 class Sequential:
     """Builds a `keras.Sequential` in one go; Keras builds it anew for every layer."""
 
@@ -146,7 +159,8 @@ class Description:
         if not isinstance(name, str):
             raise NotAllowed(f"A function of `{key}` has no name.")
         named = {"class_name": "function", "config": name}
-        if _of_caller(name, self._custom) is not None:
+        own = _of_caller(name, self._custom)
+        if own is not None and not isinstance(own, type):
             return {**named, "module": None, "registered_name": name}
         if (
             key.endswith("activation")
@@ -181,13 +195,13 @@ class Description:
             for end, kind in _KINDS.items():
                 if key.endswith(end) and not issubclass(cls, kind):
                     raise NotAllowed(f"{title} is no {end} (`{key}`).")
-            self._check_arguments(title, cls, value["config"] or {})
+            self._check_arguments(title, cls, value.get("config") or {})
             if cls is keras.Sequential:
                 found["registered_name"] = OWN_SEQUENTIAL
         if issubclass(cls, keras.Operation):  # layers are among them
             self.layers += 1
             self.nodes += 1
-        found["config"] = self._anything(value["config"] or {}, "config")
+        found["config"] = _Object(self._anything(value.get("config") or {}, "config"))
         if value.get("build_config"):
             found["build_config"] = self._anything(
                 value["build_config"], "build_config"
@@ -199,7 +213,7 @@ class Description:
             if not isinstance(nodes, list | tuple):
                 raise NotAllowed(f"The nodes of {title} are not as Keras writes them.")
             found["inbound_nodes"] = [self._node(node) for node in nodes]
-        return found
+        return _Object(found)
 
     def _check_arguments(self, title, cls, config):
         """Refuses arguments of layers by which Keras would do more than build."""
