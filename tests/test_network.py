@@ -330,6 +330,21 @@ def test_statistics_are_rounded_to_levels(tmp_path, wrap, rules, levels):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("rule", ["store=float16", "store=4bit", "store=8bit", "store"])
+def test_what_is_stored_in_fewer_bits_is_so_in_the_model(tmp_path, rule, dtype):
+    parts = layers.Dense(5, dtype=dtype), layers.BatchNormalization(dtype=dtype)
+    net = keras.Sequential([layers.Input((6,)), *parts, layers.Dense(3)])
+    rng = np.random.default_rng(1)
+    for v in net.weights[1:-2]:
+        v.assign(rng.gamma(2.0, size=5))
+    rules = {"dense*/bias": rule, "*/beta": rule, "moving_*": rule}
+    model = fix_all(variational(net, rules=rules))
+    round_stored(model)
+    decoded = through_file(model, tmp_path)
+    assert_equal_arrays(arrays(decoded.weights), arrays(model.materialize().weights))
+
+
 def nets_of_many_kinds():
     def stack(shape, *parts):
         return keras.Sequential([layers.Input(shape), *parts])

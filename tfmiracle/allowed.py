@@ -180,7 +180,7 @@ class Description:
         if value.get("compile_config"):
             raise NotAllowed(f"{title} has a `compile_config`: training is no network.")
         strange = set(value) - _PARTS - {"compile_config", "shared_object_id"}
-        if strange or not isinstance(value.get("config"), dict | None):
+        if strange or not isinstance(value.get("config", ...), dict | None):
             raise NotAllowed(f"{title} has no configuration that Keras writes.")
         cls = isinstance(registered, str) and _of_caller(registered, self._custom)
         if cls:
@@ -195,13 +195,13 @@ class Description:
             for end, kind in _KINDS.items():
                 if key.endswith(end) and not issubclass(cls, kind):
                     raise NotAllowed(f"{title} is no {end} (`{key}`).")
-            self._check_arguments(title, cls, value.get("config") or {})
+            self._check_arguments(title, cls, value["config"] or {})
             if cls is keras.Sequential:
                 found["registered_name"] = OWN_SEQUENTIAL
         if issubclass(cls, keras.Operation):  # layers are among them
             self.layers += 1
             self.nodes += 1
-        found["config"] = _Object(self._anything(value.get("config") or {}, "config"))
+        found["config"] = _Object(self._anything(value["config"] or {}, "config"))
         if value.get("build_config"):
             found["build_config"] = self._anything(
                 value["build_config"], "build_config"

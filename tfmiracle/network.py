@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec import version2
+from tfmiracle.codec.parts import stored_values
 from tfmiracle.coded_posterior import CodedPosterior, codes_crc32
 from tfmiracle.comparison import first_difference
 from tfmiracle.decoder import DecodedNetwork
@@ -99,9 +100,8 @@ def round_stored(model: keras.Model) -> None:
     under = {id(v) for _, variables in posteriors(model) for v in variables}
     stored = [v for v in plain_weights(model) if id(v) not in under]
     for v, dtype in zip(stored, _stored_dtypes(model, stored), strict=True):
-        value = _storable(v, dtype)
-        if isinstance(value, Levels):
-            v.assign(value.values())
+        if dtype is not None:
+            v.assign(stored_values(_storable(v, dtype)))
 
 
 def coded_posterior(model: keras.Model) -> CodedPosterior:
