@@ -34,13 +34,8 @@ from tfmiracle.coded_posterior import CodedPosterior
 from tfmiracle.datasets import load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import configure
-from tfmiracle.miracle_file import (
-    Levels,
-    MiracleFile,
-    check_folder,
-    check_output,
-    write_atomically,
-)
+from tfmiracle.files import check_folder, check_output, write_atomically
+from tfmiracle.miracle_file import Levels, MiracleFile
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.progress import one_line, warnings_on_one_line
 from tfmiracle.pruning import STRATEGIES, pruned_networks, pruning_order
@@ -722,7 +717,8 @@ def _scale(file, place):
 def _reason(name, rules):
     """Why a variable is stored."""
     patterns = rules if isinstance(rules, dict) else ()
-    fitting = [pattern for pattern in patterns if match_path(name, pattern)]
+    # A stranger's pattern could move the cursor.
+    fitting = [p for p in patterns if p.isprintable() and match_path(name, p)]
     return f"rule {fitting[-1]}" if fitting else "it does not train"
 
 
