@@ -683,6 +683,18 @@ def test_vocabularies_must_be_arguments():
         check_network(net(vocabulary=np.arange(600_000)))
 
 
+@pytest.mark.parametrize("cls", [layers.StringLookup, layers.TextVectorization])
+def test_a_vocabulary_that_was_set_later_is_refused(cls):
+    table = cls(vocabulary=["a", "b"])
+    inputs = layers.Input((1,), dtype="string")
+    parts = inputs, table, layers.Embedding(9, 4), layers.Dense(3)
+    model = variational(keras.Sequential(parts))
+    check_network(model)
+    table.set_vocabulary(["c", "d"])
+    with pytest.raises(ValueError, match="`set_vocabulary`"):
+        check_network(model)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["norm/moving_mean", "out/bias"])
 def test_stored_values_that_diverged_are_not_written(name, value):
