@@ -358,15 +358,18 @@ def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
             {"kl_bits": []},
             {"kl_bits": [[1], [1]]},
             {"selection": {}},
+            {"rules": 3},
+            {"rules": {"[!\x1b]*": "store"}},
         ]
     ):
         path = tmp_path / f"{i}.miracle"
-        MiracleFile([], [], [], [], {}, metadata).write(path)
+        stored = [np.zeros(0, np.float32)]
+        MiracleFile(["a"], [None], [], stored, {}, metadata).write(path)
         result = run("info", path)
         assert result["metadata"] == metadata
         assert result["weights"] == result["payload_bytes"] == 0
         assert cli.main(["info", str(path)]) == 0
-        capsys.readouterr()
+        assert "\x1b" not in capsys.readouterr().out
 
 
 def test_info_of_several_groups(run):

@@ -13,7 +13,7 @@ from support import GOLDEN, run_python
 import tfmiracle
 from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.hosts import allowed, loading
-from tfmiracle.hosts.loading import build_network, to_network
+from tfmiracle.hosts.loading import build_network, into_network, to_network
 from tfmiracle.miracle_file import (
     FileFormatError,
 )
@@ -169,6 +169,10 @@ REFUSED = {
     "text as a constant": sequential(dense(a=constant(["a"], "U1000000000"))),
     "texts in a constant": sequential(dense(a=constant(["a"]))),
     "further parts": sequential(dense() | {"spec_name": "a"}),
+    "no configuration": sequential({"module": "keras.layers", "class_name": "Dense"}),
+    "a class as a function": sequential(
+        dense(activation=function("builtins", "test_loading>Scale"))
+    ),
     "a class without a name": sequential({"class_name": 7, "config": {}}),
     "a long text": sequential(dense(name="d" * 5000)),
     "n-grams": sequential(thing("TextVectorization", {"ngrams": 10**9})),
@@ -222,6 +226,14 @@ def test_parts_of_networks_are_allowed():
 # Costs. A description claims much in few bytes; the file has no weights.
 
 RELU = thing("Activation", {"activation": "relu"})
+
+
+def nested(part, depth):
+    for _ in range(depth):
+        part = sequential(part)
+    return part
+
+
 COSTLY = {
     "Dense": sequential(dense(units=5 * 10**7)),
     "Embedding": sequential(
@@ -283,6 +295,7 @@ COSTLY = {
     ),
     "many outputs": operation("Unstack", module="core", axis=1, shape=(None, 10**9)),
     "many dimensions": operation("Reshape", newshape=[1] * 50000),
+    "an error in many models": nested(dense(units=[0] * 1000000), 40),
 }
 RUN = """
 import json, resource
@@ -432,6 +445,29 @@ class Scale(layers.Layer):
     def get_config(self):
         function = keras.activations.serialize(self.function)
         return {**super().get_config(), "function": function, "part": self.part}
+
+
+OTHERS = [
+    thing("Sequential", {"layers": "x"}, "keras"),
+    thing("Sequential", {"layers": [7]}, "keras"),
+    thing("Sequential", {"layers": {"0": 1}}, "keras"),
+    {"class_name": "__keras_tensor__", "config": ["x"]},
+    {"class_name": "__keras_tensor__", "config": {}},
+    {"class_name": "Dense", "config": [1]},
+    {"module": [1]},
+    {},
+    nested(dense(kernel_initializer=[0] * 1000000), 40),
+    functional(thing("Add"), node([tensor("x" * 1000000)] * 10000)),
+]
+
+
+@pytest.mark.parametrize("architecture", OTHERS, ids=range(len(OTHERS)))
+def test_other_networks_do_not_fit_a_model(architecture):
+    model = keras.Sequential([layers.Input((4,)), layers.Dense(2)])
+    own = json.loads(json.dumps(plain(model)))
+    assert into_network(DecodedNetwork(decoded(model), own, {}), model) is model
+    with pytest.raises(ValueError, match="is not the network of the file"):
+        into_network(DecodedNetwork({}, architecture, {}), model)
 
 
 @keras.saving.register_keras_serializable("test_loading")

@@ -333,6 +333,21 @@ def test_statistics_are_rounded_to_levels(tmp_path, wrap, rules, levels):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("rule", ["store=float16", "store=4bit", "store=8bit", "store"])
+def test_what_is_stored_in_fewer_bits_is_so_in_the_model(tmp_path, rule, dtype):
+    parts = layers.Dense(5, dtype=dtype), layers.BatchNormalization(dtype=dtype)
+    net = keras.Sequential([layers.Input((6,)), *parts, layers.Dense(3)])
+    rng = np.random.default_rng(1)
+    for v in net.weights[1:-2]:
+        v.assign(rng.gamma(2.0, size=5))
+    rules = {"dense*/bias": rule, "*/beta": rule, "moving_*": rule}
+    model = fix_all(variational(net, rules=rules))
+    round_stored(model)
+    decoded = through_file(model, tmp_path)
+    assert_equal_arrays(arrays(decoded.weights), arrays(model.materialize().weights))
+
+
 def nets_of_many_kinds():
     def stack(shape, *parts):
         return keras.Sequential([layers.Input(shape), *parts])
@@ -675,6 +690,18 @@ def test_vocabularies_must_be_arguments():
         check_network(net())
     with pytest.raises(ValueError, match=r"configuration of .* bytes as JSON; a file"):
         check_network(net(vocabulary=np.arange(600_000)))
+
+
+@pytest.mark.parametrize("cls", [layers.StringLookup, layers.TextVectorization])
+def test_a_vocabulary_that_was_set_later_is_refused(cls):
+    table = cls(vocabulary=["a", "b"])
+    inputs = layers.Input((1,), dtype="string")
+    parts = inputs, table, layers.Embedding(9, 4), layers.Dense(3)
+    model = variational(keras.Sequential(parts))
+    check_network(model)
+    table.set_vocabulary(["c", "d"])
+    with pytest.raises(ValueError, match="`set_vocabulary`"):
+        check_network(model)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

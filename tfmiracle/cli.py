@@ -755,7 +755,8 @@ def _scale(file, place):
 def _reason(name, rules):
     """Why a variable is stored."""
     patterns = rules if isinstance(rules, dict) else ()
-    fitting = [pattern for pattern in patterns if match_path(name, pattern)]
+    # A stranger's pattern could move the cursor.
+    fitting = [p for p in patterns if p.isprintable() and match_path(name, p)]
     return f"rule {fitting[-1]}" if fitting else "it does not train"
 
 

@@ -27,10 +27,10 @@ def shorten(architecture: dict) -> dict | None:
     """
     try:
         short = _Names().shorten(architecture)
-        same = _same(lengthen(short)[0], architecture)
+        agrees = same(lengthen(short)[0], architecture)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return None  # not what Keras writes
-    return short if same else None
+    return short if agrees else None
 
 
 def lengthen(short: dict) -> tuple[dict, list[str]]:
@@ -47,6 +47,22 @@ def lengthen(short: dict) -> tuple[dict, list[str]]:
         return names.lengthen(short), names.found
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(f"The network is malformed: {error!r}") from error
+
+
+def same(one, other) -> bool:
+    """Whether JSON of two values is the same: 1, 1.0 and true are not.
+
+    It takes no more time than the smaller of them has entries.
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            same(value, other[key]) for key, value in one.items()
+        )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict | list | tuple) or isinstance(other, dict | list | tuple):
+        return False
+    return one is other or json.dumps(one) == json.dumps(other)
 
 
 class _Names:
@@ -137,7 +153,7 @@ class _Names:
         for key, value in config.items():
             if prefix is not None and key == "name":
                 continue
-            if key in known and _same(known[key], value):
+            if key in known and same(known[key], value):
                 continue
             if name == "Functional" and key == "layers":
                 value = _shortened_nodes(value)
@@ -152,11 +168,6 @@ class _Names:
         }
         own = {"config": short} if short else {}
         return {"class_name": name, **own, **rest}
-
-
-def _same(one, other):
-    """Whether JSON of two values is the same: 1, 1.0 and true are not."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _ends(config):

@@ -89,12 +89,18 @@ def part_bytes(file) -> dict[str, int]:
 
 def fingerprint(architecture: dict) -> int:
     """What a file without its architecture holds instead: a CRC-32 of its JSON."""
-    # Not the name of the network itself, which is for people.
-    config = architecture.get("config") or {}
-    config = {k: v for k, v in config.items() if k != "name"}
-    architecture = {**architecture, "config": config}
+    architecture = nameless(architecture)
     short = keras_json.shorten(architecture)
     return zlib.crc32(_json(architecture if short is None else short, sort_keys=True))
+
+
+def nameless(architecture: dict) -> dict:
+    """An architecture without the name of the network itself, which is for people."""
+    config = architecture.get("config")
+    if not isinstance(config, dict):
+        return architecture
+    config = {k: v for k, v in config.items() if k != "name"}
+    return {**architecture, "config": config}
 
 
 def _json(value, **options):

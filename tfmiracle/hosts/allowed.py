@@ -48,6 +48,19 @@ class NotAllowed(ValueError):
     """A description holds what a network of a file may not be made of."""
 
 
+class _Object(dict):
+    """An object of a description, which shows as few letters.
+
+    Keras puts the whole of it into the text of an error, once for each model around it.
+    """
+
+    def __repr__(self):
+        return "{...}"
+
+    def copy(self):
+        return _Object(self)
+
+
 class Sequential:
     """Builds a `keras.Sequential` in one go; Keras builds it anew for every layer."""
 
@@ -146,7 +159,8 @@ class Description:
         if not isinstance(name, str):
             raise NotAllowed(f"A function of `{key}` has no name.")
         named = {"class_name": "function", "config": name}
-        if _of_caller(name, self._custom) is not None:
+        own = _of_caller(name, self._custom)
+        if own is not None and not isinstance(own, type):
             return {**named, "module": None, "registered_name": name}
         if (
             key.endswith("activation")
@@ -166,7 +180,7 @@ class Description:
         if value.get("compile_config"):
             raise NotAllowed(f"{title} has a `compile_config`: training is no network.")
         strange = set(value) - _PARTS - {"compile_config", "shared_object_id"}
-        if strange or not isinstance(value.get("config"), dict | None):
+        if strange or not isinstance(value.get("config", ...), dict | None):
             raise NotAllowed(f"{title} has no configuration that Keras writes.")
         cls = isinstance(registered, str) and _of_caller(registered, self._custom)
         if cls:
@@ -187,7 +201,7 @@ class Description:
         if issubclass(cls, keras.Operation):  # layers are among them
             self.layers += 1
             self.nodes += 1
-        found["config"] = self._anything(value["config"] or {}, "config")
+        found["config"] = _Object(self._anything(value["config"] or {}, "config"))
         if value.get("build_config"):
             found["build_config"] = self._anything(
                 value["build_config"], "build_config"
@@ -199,7 +213,7 @@ class Description:
             if not isinstance(nodes, list | tuple):
                 raise NotAllowed(f"The nodes of {title} are not as Keras writes them.")
             found["inbound_nodes"] = [self._node(node) for node in nodes]
-        return found
+        return _Object(found)
 
     def _check_arguments(self, title, cls, config):
         """Refuses arguments of layers by which Keras would do more than build."""

@@ -86,24 +86,27 @@ def essential(config):
         return [essential(item) for item in config]
     if not isinstance(config, dict):
         return config
-    if config.get("class_name") == "__keras_tensor__":
+    inner = config.get("config")
+    if config.get("class_name") == "__keras_tensor__" and isinstance(inner, dict):
         # Where it comes from; shape and dtype Keras finds anew.
-        history = config["config"]["keras_history"]
-        tensor = {"shape": [], "dtype": "float32", "keras_history": history}
-        return {**config, "config": tensor}
+        return {**config, "config": {**inner, "shape": [], "dtype": "float32"}}
     config = {k: essential(v) for k, v in config.items()}
-    if _builds_its_layers(config):
+    layers = _layers_that_it_builds(config)
+    if layers is not None:
         config.pop("build_config", None)
-        for layer in config["config"]["layers"]:
+        for layer in layers:
             if layer.get("module") == "keras.layers":
                 layer.pop("build_config", None)
     return config
 
 
-def _builds_its_layers(config):
-    """Whether Keras builds the layers of a model as it makes the model anew."""
+def _layers_that_it_builds(config):
+    """The layers of a model that Keras builds as it makes the model anew, or None."""
     inner = config.get("config")
     layers = inner.get("layers") if isinstance(inner, dict) else None
+    if not (isinstance(layers, list) and all(isinstance(v, dict) for v in layers)):
+        return None  # of a stranger
     if config.get("module") == "keras" and config.get("class_name") == "Sequential":
-        return bool(layers) and layers[0].get("class_name") == "InputLayer"
-    return config.get("registered_name") == "Functional"
+        built = bool(layers) and layers[0].get("class_name") == "InputLayer"
+        return layers if built else None
+    return layers if config.get("registered_name") == "Functional" else None

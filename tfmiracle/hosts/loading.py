@@ -1,6 +1,7 @@
 """From `.miracle` files to Keras models. Needs Keras and NumPy only, on any backend."""
 
 import collections
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from tfmiracle.codec import version2
+from tfmiracle.codec import keras_json, version2
 from tfmiracle.decoder import DecodedNetwork, decode
 from tfmiracle.hosts.allowed import OWN_SEQUENTIAL, Description, NotAllowed, Sequential
 from tfmiracle.hosts.describe import configuration, essential
@@ -26,6 +27,7 @@ _NODES_PER_LAYER = 4
 _TENSORS = 30
 _COPIES = 3  # of a weight, that may be made on the way
 _MAX_RANK = 64
+_MAX_TEXT = 1000  # letters of an error of Keras, at its start and at its end
 _MAX_COMPUTED = 1 << 24  # entries of an array that is computed to build a layer
 
 
@@ -65,13 +67,16 @@ def load(
 
 def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
     """Gives the weights of a decoded file to a network like its own, see `load`."""
-    expected = decoded.fingerprint
-    if expected is None:
-        expected = version2.fingerprint(essential(decoded.architecture))
-    found = version2.fingerprint(essential(configuration(model)))
+    own = essential(configuration(model))
+    if decoded.architecture is None:
+        same = version2.fingerprint(own) == decoded.fingerprint
+    else:  # a stranger's: nothing is made of it that is larger than `own`
+        written = json.loads(json.dumps(own))
+        there = essential(decoded.architecture)
+        same = keras_json.same(*map(version2.nameless, (there, written)))
     shapes = [tuple(v.shape) for v in model.weights]
     # By position: paths of variables depend on how their layers came to be built.
-    if found != expected or shapes != [v.shape for v in decoded.weights.values()]:
+    if not same or shapes != [v.shape for v in decoded.weights.values()]:
         raise ValueError(
             f"`model` ({model.name!r}) is not the network of the file: its layers, or "
             "their names or arguments, are others. Build it as it was when the file "
@@ -146,7 +151,10 @@ def build_network(
     except Exception as error:
         if bounds.broken is not None:
             raise bounds.broken from None
-        raise ValueError(f"Keras cannot rebuild the network: {error}") from error
+        text = str(error)
+        if len(text) > 2 * _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]} ... {text[-_MAX_TEXT:]}"
+        raise ValueError(f"Keras cannot rebuild the network: {text}") from error
     if bounds.broken is not None:
         raise bounds.broken
     if not (isinstance(model, keras.Model) and model.built):

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmiracle.codec import version2
 from tfmiracle.codec.coded_posterior import CodedPosterior, codes_crc32
+from tfmiracle.codec.parts import stored_values
 from tfmiracle.codec.rules import STATISTICS, Treatment
 from tfmiracle.decoder import DecodedNetwork
 from tfmiracle.hosts.comparison import first_difference
@@ -99,9 +100,8 @@ def round_stored(model: keras.Model) -> None:
     under = {id(v) for _, variables in posteriors(model) for v in variables}
     stored = [v for v in plain_weights(model) if id(v) not in under]
     for v, dtype in zip(stored, _stored_dtypes(model, stored), strict=True):
-        value = _storable(v, dtype)
-        if isinstance(value, Levels):
-            v.assign(value.values())
+        if dtype is not None:
+            v.assign(stored_values(_storable(v, dtype)))
 
 
 def coded_posterior(model: keras.Model) -> CodedPosterior:
@@ -172,16 +172,25 @@ def check_network(model: keras.Model, batch=None) -> keras.Model:
                     "Keras does not know. Make it with `add_weight`."
                 )
         # What Keras calls assets has no place in the file.
-        if hasattr(layer, "save_assets") and not layer.get_config().get("vocabulary"):
+        if hasattr(layer, "save_assets") and not _has_its_vocabulary(layer):
             raise ValueError(
                 f"The vocabulary of layer {layer.name!r} is not part of its "
                 "configuration. Give it as the argument `vocabulary`, instead of "
-                "`adapt`."
+                "`adapt` or `set_vocabulary`."
             )
     ruled = ids_under_posteriors(model)
     _check_stored(model, [v for v in here if id(v) not in ruled])
     _check_outputs(model, [net, again], batch)
     return net
+
+
+def _has_its_vocabulary(layer):
+    config = layer.get_config()
+    if not config.get("vocabulary"):
+        return False
+    if not hasattr(layer, "get_vocabulary"):
+        return True
+    return type(layer).from_config(config).get_vocabulary() == layer.get_vocabulary()
 
 
 def check_decoded(model: keras.Model, decoded: DecodedNetwork, batch=None) -> None:
