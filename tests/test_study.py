@@ -13,6 +13,7 @@ from absl import flags
 
 from tfmiracle import PAPER, Recipe, cli
 from tfmiracle.posteriors.parameterization import MeanVar
+from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.studies import study
 from tfmiracle.studies.architectures import ARCHITECTURES
 from tfmiracle.studies.study import Study, cell_name, run_study
@@ -240,7 +241,7 @@ def test_progress_tells_the_time_left(done):
         ({"scale": 2.0}, "`scale` .*=2.0"),
         ({"model": "vgg"}, "`model` must be one of .*'vgg'"),
         ({"seeds": ()}, "The grid is empty"),
-        ({"parameterizations": ("mean",)}, "`parameterization` must be one of"),
+        ({"parameterizations": ("mean",)}, "`parameterization` must be a.*mean_kl"),
         ({"block_sizes": (0,)}, "`block_size` must be"),
     ],
 )
@@ -276,7 +277,9 @@ def test_the_papers_grid():
         workdir="work",
         data="mnist",
         recipe=cli._recipe(values),
-        parameterizations=tuple(values.parameterizations),
+        parameterizations=tuple(
+            cli._parameterization(values, name) for name in values.parameterizations
+        ),
         block_sizes=tuple(cli._integers("block_sizes", values.block_sizes)),
         seeds=tuple(cli._integers("seeds", values.seeds)),
         model=values.model,
@@ -289,7 +292,7 @@ def test_the_papers_grid():
     assert cells["mean_kl_b20_s0"] == PAPER
     assert cells["mean_var_b40_s9"] == dataclasses.replace(
         PAPER,
-        parameterization="mean_var",
+        parameterization=PAPER_MEAN_VAR,
         train_steps=200_000,
         block_size=40,
         seed=9,
