@@ -168,6 +168,7 @@ REFUSED = {
     "our own": thing("Sequential", {}, None, registered_name=allowed.OWN_SEQUENTIAL),
     "text as a constant": sequential(dense(a=constant(["a"], "U1000000000"))),
     "texts in a constant": sequential(dense(a=constant(["a"]))),
+    "a list as a dtype": sequential(dense(a=constant([1], ["float32"]))),
     "further parts": sequential(dense() | {"spec_name": "a"}),
     "no configuration": sequential({"module": "keras.layers", "class_name": "Dense"}),
     "a class as a function": sequential(

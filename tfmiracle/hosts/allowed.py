@@ -36,7 +36,7 @@ _PARTS = {
     "inbound_nodes",
 }
 _NUMBERS = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32"
-_DTYPES = {"bool", "uint64", *_NUMBERS.split()}
+_DTYPES = ("bool", "uint64", *_NUMBERS.split())  # what has no hash may be sought
 _MAX_LETTERS = 4096  # of a string; some of Keras' checks take the square of it
 _MAX_ITEMS = 4096  # of a list among what a node takes; constants may be larger
 # Arguments that count what is made at once.
