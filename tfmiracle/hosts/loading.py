@@ -80,7 +80,8 @@ def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
         raise ValueError(
             f"`model` ({model.name!r}) is not the network of the file: its layers, or "
             "their names or arguments, are others. Build it as it was when the file "
-            "was written."
+            "was written. (Keras numbers names on from what was built before in the "
+            "process: name the layers, or call `keras.utils.clear_session()` first.)"
         )
     set_weights(model, list(decoded.weights.values()))
     return model
