@@ -691,7 +691,7 @@ def test_summary_counts_what_trains(capsys):
         ({"kl_bits": float("nan")}, "`kl_bits`.*=nan"),
         ({"log_scale": float("inf")}, "`log_scale`.*=inf"),
         ({"l2": -1e-4}, "`l2`.*=-0.0001"),
-        ({"seed": -5}, "seed = -5"),
+        ({"seed": -5}, "`seed`.*=-5"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -11,7 +11,7 @@ import random
 
 import keras
 
-from tfmiracle import philox
+from tfmiracle.codec import philox
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.coding.coder import CODERS, Coder, coder_of
 from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
