@@ -88,14 +88,33 @@ def test_an_own_prior(page, tmp_path, eager):
     path = tmp_path / "net.miracle"
     coding = tfmiracle.CompressionCallback(path, 100, 0, verbose=0)
     model.fit(*data(), verbose=0, callbacks=[coding])
-    (group,) = coding.file.groups
+    check_means(coding.file, nu)
+    np.testing.assert_array_equal(tfmiracle.load(path)(data()[0]), model(data()[0]))
+
+
+def check_means(file, nu):
+    """Whether the weights of a file are nu + rho z."""
+    (group,) = file.groups
     blocks = np.arange(group.layout.num_blocks)
     z = group.code.candidates(blocks, group.codes, group.layout.block_size)
     expected = z * group.scales[group.layout.scale_index_of_slot()] + nu
-    found = decode(path).weights.values()
+    found = decode(file).weights.values()
     for a, b in zip(found, group.layout.expand(expected), strict=True):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(tfmiracle.load(path)(data()[0]), model(data()[0]))
+
+
+def test_compress_takes_an_own_prior(page, tmp_path, eager):
+    path = tmp_path / "net.miracle"
+    prior = page["ConstantMean"](2000)
+    result = compressed(path, prior=prior, block_bits=8)
+    assert result.file.groups[0].prior == prior
+    check_means(result.file, np.float32(2))
+    np.testing.assert_array_equal(
+        tfmiracle.load(path)(data()[0]), result.model(data()[0])
+    )
+    settings = json.loads(json.dumps(tfmiracle.Recipe(prior=prior).settings()))
+    assert tfmiracle.Recipe(prior=settings["prior"]).prior == prior
+    assert tfmiracle.Recipe(prior="zero") == tfmiracle.Recipe()
 
 
 def test_an_own_parameterization(page, tmp_path, eager):

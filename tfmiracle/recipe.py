@@ -4,6 +4,7 @@ import dataclasses
 
 from tfmiracle.codec import philox
 from tfmiracle.codec.codebook import check_code
+from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean
 from tfmiracle.coding.coder import CODERS, Coder
 from tfmiracle.options import (
     FINITE,
@@ -54,6 +55,11 @@ class Recipe:
         "mrc",
         "'mrc', minimal random coding, or another coder that is registered; in Python "
         "also an object, which says bits, codebook and selection itself.",
+    )
+    prior: str | Prior = option(
+        ZeroMean(),
+        "means of the coding distribution: 'zero', or another prior that is "
+        "registered; in Python also an object.",
     )
     codebook: str = option(
         "shared",
@@ -161,6 +167,7 @@ class Recipe:
             CODERS.check(self.coder)
         else:
             object.__setattr__(self, "coder", CODERS.get(self.coder))
+        object.__setattr__(self, "prior", PRIORS.get(self.prior))
         check_code(self.block_bits, self.codebook)
         philox.split_seed(self.seed)
 
@@ -185,6 +192,7 @@ class Recipe:
             "block_bits",
             "kl_bits",
             "coder",
+            "prior",
             "codebook",
             "selection",
             "warm_start",
@@ -202,6 +210,7 @@ class Recipe:
         found["parameterization"] = self.parameterization.identifier
         if isinstance(self.coder, Coder):
             found["coder"] = CODERS.serialize(self.coder)
+        found["prior"] = PRIORS.serialize(self.prior)
         return {**found, **self.parameterization.get_config()}
 
     def changes(self) -> dict:

@@ -37,7 +37,7 @@ class VariationalLayer:
         layer's name.
       block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
       coder: a `Coder`, or the name of one.
-      prior: a `Prior`, the means of the coding distribution; zero by default.
+      prior: a `Prior`, or the name of one.
       log_scale, log_scale_rate: see `Recipe`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.
         By default 0, so that weights fit a layer built anew, with a random seed for the
@@ -56,7 +56,7 @@ class VariationalLayer:
         coder: str | Coder = DEFAULTS.coder,
         codebook: str = DEFAULTS.codebook,
         selection: str = DEFAULTS.selection,
-        prior: Prior | None = None,
+        prior: str | Prior = DEFAULTS.prior,
         log_scale: float = DEFAULTS.log_scale,
         log_scale_rate: float = DEFAULTS.log_scale_rate,
         seed: int | None = None,
@@ -69,7 +69,7 @@ class VariationalLayer:
         self._coder = coder_of(
             coder, block_bits=block_bits, codebook=codebook, selection=selection
         )
-        self._prior = PRIORS.get("zero" if prior is None else prior)
+        self._prior = PRIORS.get(prior)
         self._options = {
             "block_size": block_size,
             "kl_bits": kl_bits,

@@ -41,7 +41,7 @@ class VariationalModel(keras.Model):
         warm start; or an object that says more, such as `MeanKL(quota_rate=1.0)`.
       block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
       coder: a `Coder`, or the name of one.
-      prior: a `Prior`, the means of the coding distribution; zero by default.
+      prior: a `Prior`, or the name of one.
       rules: pattern of a variable's path -> how it is treated, for example
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains
         is coded, statistics of BatchNormalization are stored with 8 bits, and the rest
@@ -76,7 +76,7 @@ class VariationalModel(keras.Model):
         coder: str | Coder = DEFAULTS.coder,
         codebook: str = DEFAULTS.codebook,
         selection: str = DEFAULTS.selection,
-        prior: Prior | None = None,
+        prior: str | Prior = DEFAULTS.prior,
         rules: dict[str, str] | None = None,
         warm_start: bool = DEFAULTS.warm_start,
         log_scale: float = DEFAULTS.log_scale,
@@ -126,7 +126,7 @@ class VariationalModel(keras.Model):
         coder = coder_of(
             coder, block_bits=block_bits, codebook=codebook, selection=selection
         )
-        prior = PRIORS.get("zero" if prior is None else prior)
+        prior = PRIORS.get(prior)
         options = {
             "block_size": block_size,
             "kl_bits": kl_bits,
