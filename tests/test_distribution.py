@@ -117,7 +117,8 @@ for strategy in (mirrored, tf.distribute.OneDeviceStrategy("CPU:1")):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         # Hardly any noise: the data of both halves and the penalty make the gradient.
-        model = whole("mean_var", beta=3.0, beta_rate=0.1, log_stddev=-30.0, l2=0.7)
+        mean_var = tfmiracle.MeanVar(beta=3.0, beta_rate=0.1, log_stddev=-30.0)
+        model = whole(mean_var, l2=0.7)
         model.compile(keras.optimizers.SGD(1e-3), "mse")
     x, y = (np.concatenate([normal(4, n)] * 2) for n in (6, 2))
     history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False)
