@@ -131,6 +131,13 @@ def interrupt(model):
     raise KeyboardInterrupt
 
 
+def test_one_path_for_two_files_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("record_path", "posterior_path"):
+        with pytest.raises(ValueError, match="must be different files"):
+            CompressionCallback("net.miracle", **{name: tmp_path / "net.miracle"})
+
+
 # Whole runs.
 
 

@@ -471,6 +471,12 @@ def test_other_networks_do_not_fit_a_model(architecture):
         into_network(DecodedNetwork({}, architecture, {}), model)
 
 
+@pytest.mark.parametrize("model", [keras.Sequential([layers.Dense(2)]), 3, "x.keras"])
+def test_a_model_that_takes_weights_is_built(model):
+    with pytest.raises(ValueError, match="`model` must be a built Keras model"):
+        into_network(DecodedNetwork({}, None, {}), model)
+
+
 @keras.saving.register_keras_serializable("test_loading")
 def double(x):
     return 2 * x

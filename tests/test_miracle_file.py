@@ -302,6 +302,9 @@ def test_max_weights_is_exact():
         decode(data, max_weights=28)
     with pytest.raises(FileFormatError, match="more than nan weights"):
         decode(data, max_weights=math.nan)
+    for wrong in ("many", -1, [28]):
+        with pytest.raises(ValueError, match="`max_weights` must be a number of"):
+            decode(data, max_weights=wrong)
 
 
 # Bytes that are wrong, but whose check values are right.

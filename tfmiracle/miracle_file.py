@@ -6,6 +6,7 @@ version 1, which are read as well.
 
 import dataclasses
 import json
+import numbers
 import os
 import pathlib
 from collections.abc import Sequence
@@ -122,6 +123,12 @@ class MiracleFile:
           FileFormatError: if the bytes are damaged, truncated, from another format or
             version, or claim more than `max_weights` weights.
         """
+        number = isinstance(max_weights, numbers.Real) and not max_weights < 0
+        if not number and max_weights not in ("auto", None):
+            raise ValueError(
+                "`max_weights` must be a number of weights, 'auto', or None for any. "
+                f"Received: max_weights={max_weights!r}"
+            )
         if max_weights == "auto":
             by_size = FREE_WEIGHTS + WEIGHTS_PER_BYTE * len(data)
             max_weights = min(by_size, DEFAULT_MAX_WEIGHTS)

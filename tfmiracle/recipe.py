@@ -210,6 +210,8 @@ class Recipe:
         found["parameterization"] = self.parameterization.identifier
         if isinstance(self.coder, Coder):
             found["coder"] = CODERS.serialize(self.coder)
+            for name in ("block_bits", "codebook", "selection"):  # it says its own
+                del found[name]
         found["prior"] = PRIORS.serialize(self.prior)
         return {**found, **self.parameterization.get_config()}
 

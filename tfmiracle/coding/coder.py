@@ -35,7 +35,8 @@ class Coder(abc.ABC):
     `CODERS.register` its name will do, and saved models load.
 
     Attributes:
-      seed: unsigned 64-bit integer that code and coding depend on.
+      seed: unsigned 64-bit integer that code and coding depend on. In a posterior it
+        is that of the layout, whatever the object had (`with_seed`).
     """
 
     identifier: ClassVar[str]

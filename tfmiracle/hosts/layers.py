@@ -36,7 +36,8 @@ class VariationalLayer:
       parameterization: a `Parameterization`, or the name of one; by default that of the
         layer's name.
       block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
-      coder: a `Coder`, or the name of one.
+      coder: a `Coder`, which says bits, codebook and selection itself, or the name of
+        one, which takes those given here.
       prior: a `Prior`, or the name of one.
       log_scale, log_scale_rate: see `Recipe`.
       seed: unsigned 64-bit integer that layout, codebook and training noise depend on.

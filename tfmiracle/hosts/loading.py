@@ -67,6 +67,11 @@ def load(
 
 def into_network(decoded: DecodedNetwork, model: keras.Model) -> keras.Model:
     """Gives the weights of a decoded file to a network like its own, see `load`."""
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(
+            "`model` must be a built Keras model: call it on a batch, or give it an "
+            f"Input. Received: model={model!r}"
+        )
     own = essential(configuration(model))
     if decoded.architecture is None:
         same = version2.fingerprint(own) == decoded.fingerprint

@@ -40,7 +40,8 @@ class VariationalModel(keras.Model):
         "deterministic" for the same network without noise and budget, to prepare a
         warm start; or an object that says more, such as `MeanKL(quota_rate=1.0)`.
       block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
-      coder: a `Coder`, or the name of one.
+      coder: a `Coder`, which says bits, codebook and selection itself, or the name of
+        one, which takes those given here.
       prior: a `Prior`, or the name of one.
       rules: pattern of a variable's path -> how it is treated, for example
         `{"conv2/kernel": "hash=2", "*/bias": "store=float16"}`. By default what trains

@@ -94,8 +94,14 @@ class CodingLoop:
         self.file_bytes = None
         self._resumed = None
         self._bar = None
-        for path in filter(None, (self.filepath, posterior_path, record_path)):
+        paths = [p for p in (self.filepath, posterior_path, record_path) if p]
+        for path in paths:
             files.check_output(path, overwrite)
+        if len({os.path.abspath(path) for path in paths}) < len(paths):
+            raise ValueError(
+                "`filepath`, `posterior_path` and `record_path` must be different "
+                f"files. Received: {', '.join(map(str, paths))}"
+            )
 
     def steps_needed(self, model: keras.Model) -> int:
         """Number of training steps until all blocks of `model` are coded.
