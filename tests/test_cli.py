@@ -681,6 +681,15 @@ ENDS = {
 }
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler, also where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("line, how_to_go_on", ENDS.items())
 @pytest.mark.parametrize(
     "number, status, text",
