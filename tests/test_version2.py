@@ -20,6 +20,7 @@ from test_miracle_file import (
     dense_scales,
     empty_file,
     files,
+    mutated,
     small_file,
     varint,
 )
@@ -698,21 +699,6 @@ def test_a_file_has_an_architecture_or_a_fingerprint():
     for fingerprint, architecture in ((None, None), (3, NET)):
         with pytest.raises(ValueError, match="either an architecture or its finger"):
             MiracleFile([], [], [], [], architecture, {}, fingerprint)
-
-
-def mutated(rng, data):
-    data = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        position = rng.randrange(len(data) + 1)
-        some = rng.choice([b"\0", b"\1", b"\x7f", b"\x80", b"\xff", rng.randbytes(1)])
-        kind = rng.randrange(4)
-        if kind == 0:
-            data[position:position] = some * rng.choice([1, 2, 9])
-        elif kind == 1:
-            del data[position : position + rng.choice([1, 1, 2, 8])]
-        elif position < len(data):
-            data[position] = some[0]
-    return bytes(data)
 
 
 def test_mutations_behind_a_right_check_value():

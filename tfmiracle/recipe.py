@@ -3,9 +3,10 @@
 import dataclasses
 
 from tfmiracle.codec import philox
+from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import check_code
 from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean
-from tfmiracle.coding.coder import CODERS, Coder
+from tfmiracle.coding.coder import CODERS, SELECTIONS, Coder
 from tfmiracle.options import (
     FINITE,
     POSITIVE,
@@ -25,8 +26,6 @@ from tfmiracle.posteriors.parameterization import (
     Parameterization,
 )
 
-SELECTIONS = ("sample", "largest_weight")
-
 
 @options
 class Recipe:
@@ -44,7 +43,8 @@ class Recipe:
     )
     block_size: int = option(20, "number of weights in a block.", integer(1))
     block_bits: int = option(
-        20, "bits of the code of a block; coding tries 2**block_bits candidates."
+        MinimalRandomCode.block_bits,
+        "bits of the code of a block; coding tries 2**block_bits candidates.",
     )
     kl_bits: float | None = option(
         None,
@@ -62,7 +62,7 @@ class Recipe:
         "registered; in Python also an object.",
     )
     codebook: str = option(
-        "shared",
+        MinimalRandomCode.codebook,
         "'per_block', the paper's, or 'shared' by all blocks, which makes coding many "
         "blocks at once faster.",
     )

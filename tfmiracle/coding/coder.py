@@ -78,6 +78,9 @@ class Coder(abc.ABC):
         return config
 
 
+# Of a candidate by its importance weight: by chance, or the largest.
+SELECTIONS = ("sample", "largest_weight")
+
 CODERS = Registry("coder", Coder, mrc="tfmiracle.coding.minimal_random")
 
 

@@ -27,10 +27,9 @@ from tfmiracle.codec import philox
 from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import PER_CALL, normal_quantiles, normals, symmetry
 from tfmiracle.codec.philox import Domain
-from tfmiracle.coding.coder import CODERS, Coder, EncodedBlocks
+from tfmiracle.coding.coder import CODERS, SELECTIONS, Coder, EncodedBlocks
 from tfmiracle.environment import usable_cores
 
-SELECTIONS = ("sample", "largest_weight")
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
 
 _LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
@@ -62,9 +61,9 @@ class MinimalRandomCoder(Coder):
     """
 
     identifier: ClassVar[str] = "mrc"
-    block_bits: int = 20
+    block_bits: int = MinimalRandomCode.block_bits
     seed: int = 0
-    codebook: str = "shared"
+    codebook: str = MinimalRandomCode.codebook
     selection: str = "largest_weight"
 
     def __post_init__(self) -> None:
