@@ -404,7 +404,8 @@ def test_a_file_without_its_architecture(tmp_path):
         np.testing.assert_array_equal(value, expected[name])
     with pytest.raises(ValueError, match=r"load\(path, model=network\)"):
         load(path)
-    for wrong in (make("tanh"), keras.Sequential(make().layers[:-1])):
+    fewer = keras.Sequential([layers.Input((6,)), *make().layers[:-1]])
+    for wrong in (make("tanh"), fewer):
         with pytest.raises(ValueError, match="is not the network of the file"):
             load(path, model=wrong)
     whole.write(tmp_path / "whole.miracle")
