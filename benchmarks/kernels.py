@@ -23,6 +23,7 @@ from timing import (
 
 from tfmiracle.codec import codebook, philox
 from tfmiracle.coding import minimal_random as coder
+from tfmiracle.coding import philox_xla
 from tfmiracle.posteriors.mean_kl import log_scale_ratio
 
 BITS = 20
@@ -217,7 +218,9 @@ def generate() -> dict:
     def part(key, stream, first):
         def some(start):
             index = tf.cast(start + tf.range(chunk), tf.uint32)
-            calls = coder._calls(key, 0, stream, index, shape[1] // codebook.PER_CALL)
+            calls = philox_xla.calls(
+                key, 0, stream, index, shape[1] // codebook.PER_CALL
+            )
             return tf.map_fn(
                 coder._table_normals,
                 calls,

@@ -107,6 +107,27 @@ SMALLER = {
     }
     for name, (warmup, train, finetune) in LENGTHS.items()
 }
+# Bytes of codes: rules, weights in a block, and how much longer a round is fine-tuned,
+# so that the steps are about as many.
+_LESS = "conv2/kernel:hash=4,dense1/kernel:hash=128"
+_LEAST = "conv2/kernel:hash=8,dense1/kernel:hash=256"
+SIZES = {
+    "3.1 kB": (BASE["rules"], 20, 1),
+    "2.1 kB": (_LESS, 18, 1.5),
+    "1.55 kB": (_LESS, 25, 2),
+    "0.9 kB": (_LEAST, 30, 3.4),
+}
+CODERS = {
+    f"{coder}, {size}, {name}": {
+        "coder": coder,
+        "rules": rules,
+        "block_size": block_size,
+        "steps": (warmup, train, round(longer * finetune)),
+    }
+    for name, (warmup, train, finetune) in LENGTHS.items()
+    for size, (rules, block_size, longer) in SIZES.items()
+    for coder in ("mrc", "trellis")
+}
 CHOICES = {
     "no L2 penalty": {"l2": None},
     # About as many images as in batches of 64.
@@ -165,6 +186,7 @@ VARIANTS = {
         for name, steps in MEAN_VAR_LENGTHS.items()
     },
     **{f"quarter: {name}": {"steps": QUARTER, **v} for name, v in CHOICES.items()},
+    **CODERS,
 }
 STEPS = ("warmup_steps", "train_steps", "finetune_steps")
 STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")

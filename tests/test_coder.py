@@ -17,12 +17,14 @@ from support import HOST
 from tfmiracle.codec import codebook, philox
 from tfmiracle.codec.philox import Domain
 from tfmiracle.coding import minimal_random as coder
+from tfmiracle.coding import philox_xla
+from tfmiracle.coding.coder import MAX_LOG_SCALE, SELECTIONS
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 SEED = 0xFEDCBA9876543210
 BITS = 15  # more than a chunk of either pass
 CODEBOOKS = pytest.mark.parametrize("codebook_name", codebook.CODEBOOKS)
-SELECTIONS = pytest.mark.parametrize("selection", coder.SELECTIONS)
+SELECTIONS = pytest.mark.parametrize("selection", SELECTIONS)
 
 
 def the_papers(block_bits, seed, codebook="per_block", selection="sample"):
@@ -94,7 +96,9 @@ def test_philox_gives_the_words_of_numpy(run):
     )
     key = (0xA4093822, 0x299F31D0)
     packed = run(
-        coder._philox, [tf.constant(x) for x in counters.T], tf.constant(key, tf.uint32)
+        philox_xla.philox4x32,
+        [tf.constant(x) for x in counters.T],
+        tf.constant(key, tf.uint32),
     )
     words = packed.numpy().astype("<c16").view("<u4").reshape(-1, 4)
     np.testing.assert_array_equal(words, philox.philox4x32(counters, key))
@@ -103,7 +107,7 @@ def test_philox_gives_the_words_of_numpy(run):
 @RUNS
 def test_candidates_are_those_of_the_decoder(run):
     def candidates(*address):
-        return tf.stack(coder._table_normals(coder._calls(*address, 3)))
+        return tf.stack(coder._table_normals(philox_xla.calls(*address, 3)))
 
     key, index = philox.split_seed(SEED), np.arange(4096, 4160)
     address = (key, Domain.CODEBOOK, 2**32 - 5, index)

@@ -126,13 +126,14 @@ def test_every_layer_takes_every_argument_of_keras(name, arguments, shape):
         "log_scale_rate": 2.0,
         "seed": 2**63,
         "selection": "sample",
+        "state_bits": 12,
         "coder": "mrc",
         "prior": "zero",
         "parameterization": MeanKL(3.0, 4.0, 100),
     }
     assert sorted(options) == sorted(MeanKLLayer.OPTIONS)
     layer = class_of(name)(**arguments, **common, **options)
-    for option in ("block_bits", "codebook", "selection"):
+    for option in ("block_bits", "codebook", "selection", "state_bits"):
         del options[option]  # part of the coder
     options["parameterization"] = {
         "name": "mean_kl",

@@ -6,6 +6,7 @@ from tfmiracle.codec import philox
 from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import check_code
 from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean
+from tfmiracle.codec.trellis import TrellisCode, check_state_bits
 from tfmiracle.coding.coder import CODERS, SELECTIONS, Coder
 from tfmiracle.options import (
     FINITE,
@@ -42,9 +43,11 @@ class Recipe:
         "object that says more, such as MeanKL(quota_rate=1.0).",
     )
     block_size: int = option(20, "number of weights in a block.", integer(1))
-    block_bits: int = option(
+    block_bits: float | int = option(
         MinimalRandomCode.block_bits,
-        "bits of the code of a block; coding tries 2**block_bits candidates.",
+        "bits of the code of a block: a whole number for 'mrc', which tries "
+        "2**block_bits candidates; any number for 'trellis', on average.",
+        number(0),
     )
     kl_bits: float | None = option(
         None,
@@ -53,8 +56,14 @@ class Recipe:
     )
     coder: str | Coder = option(
         "mrc",
-        "'mrc', minimal random coding, or another coder that is registered; in Python "
-        "also an object, which says bits, codebook and selection itself.",
+        "'mrc', minimal random coding; 'trellis', one code for all blocks; or another "
+        "coder that is registered. In Python also an object, which says bits, "
+        "codebook, states and selection itself.",
+    )
+    state_bits: int = option(
+        TrellisCode.state_bits,
+        "'trellis': bits of the code that a weight depends on, 8 to 20. Each more "
+        "doubles the time of coding and makes it more accurate.",
     )
     prior: str | Prior = option(
         ZeroMean(),
@@ -168,7 +177,11 @@ class Recipe:
         else:
             object.__setattr__(self, "coder", CODERS.get(self.coder))
         object.__setattr__(self, "prior", PRIORS.get(self.prior))
-        check_code(self.block_bits, self.codebook)
+        if self.block_bits == int(self.block_bits):  # flags are not whole
+            object.__setattr__(self, "block_bits", int(self.block_bits))
+        if self.coder == "mrc":
+            check_code(self.block_bits, self.codebook)
+        check_state_bits(self.state_bits)
         philox.split_seed(self.seed)
 
     @property
@@ -192,6 +205,7 @@ class Recipe:
             "block_bits",
             "kl_bits",
             "coder",
+            "state_bits",
             "prior",
             "codebook",
             "selection",
@@ -210,7 +224,8 @@ class Recipe:
         found["parameterization"] = self.parameterization.identifier
         if isinstance(self.coder, Coder):
             found["coder"] = CODERS.serialize(self.coder)
-            for name in ("block_bits", "codebook", "selection"):  # it says its own
+            # It says its own.
+            for name in ("block_bits", "codebook", "state_bits", "selection"):
                 del found[name]
         found["prior"] = PRIORS.serialize(self.prior)
         return {**found, **self.parameterization.get_config()}

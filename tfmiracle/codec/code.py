@@ -13,6 +13,7 @@ import numpy as np
 
 from tfmiracle.codec import codebook as codebooks
 from tfmiracle.codec import philox
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.registry import Registry
 
 
@@ -20,10 +21,10 @@ class RandomCode(abc.ABC):
     """Pseudo-random standard normal vectors, each addressed by the code of a block.
 
     In memory the code of a block is an array of integers below 2**31, of a fixed
-    `shape`; `pack` and `unpack` make bytes of the codes of many blocks. Whoever has a
-    code of their own derives a frozen dataclass, whose fields are `seed` and integers
-    of at least 0, and registers it with `CODES.register`, here and where its files are
-    decoded.
+    `shape`; `pack` and `unpack` make bytes of the codes of all blocks. Whoever has a
+    code of their own derives a frozen dataclass and registers it with `CODES.register`,
+    here and where its files are decoded. Its fields are integers of at least 0: those
+    of `LAYOUT_FIELDS`, as far as it wants to know them, and what else a file holds.
 
     Attributes:
       identifier: name of the kind of code in a file, printable ASCII.
@@ -74,30 +75,50 @@ class RandomCode(abc.ABC):
         """
 
     def parameters(self) -> tuple[int, ...]:
-        """The fields after `seed`, as a file holds them."""
-        return tuple(
-            int(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "seed"
-        )
+        """The fields that a file holds: all that no layout says."""
+        return tuple(int(getattr(self, name)) for name in own_fields(self))
 
     @classmethod
-    def from_parameters(cls, seed: int, parameters: Sequence[int]) -> "RandomCode":
-        """Reverses `parameters`.
+    def from_parameters(
+        cls, parameters: Sequence[int], layout: WeightLayout
+    ) -> "RandomCode":
+        """Reverses `parameters`, with what the layout says.
 
         Raises:
           ValueError: if there are too many or too few, or one is out of range.
         """
-        names = [f.name for f in dataclasses.fields(cls) if f.name != "seed"]
+        names = own_fields(cls)
         if len(parameters) != len(names):
             raise ValueError(
                 f"A code of kind {cls.identifier!r} has {len(names)} parameters "
                 f"({', '.join(names)}). Received: {list(parameters)}"
             )
-        return cls(seed=seed, **dict(zip(names, parameters, strict=True)))
+        own = dict(zip(names, parameters, strict=True))
+        return cls(**own, **layout_fields(cls, layout))
 
 
-CODES = Registry("code", RandomCode)
+# Field of a code or coder -> the property of the layout that it is.
+LAYOUT_FIELDS = {
+    "seed": "seed",
+    "num_weights": "num_effective",  # without padding
+    "block_size": "block_size",
+}
+
+
+def layout_fields(cls, layout: WeightLayout) -> dict[str, int]:
+    """What a layout says of the fields of a code or coder."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    found = {name: prop for name, prop in LAYOUT_FIELDS.items() if name in names}
+    return {name: getattr(layout, prop) for name, prop in found.items()}
+
+
+def own_fields(cls) -> list[str]:
+    """The fields of a code or coder that no layout says."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return [name for name in names if name not in LAYOUT_FIELDS]
+
+
+CODES = Registry("code", RandomCode, trellis="tfmiracle.codec.trellis")
 
 
 @CODES.register
@@ -174,7 +195,7 @@ class MinimalRandomCode(RandomCode):
 
     @classmethod
     def from_parameters(
-        cls, seed: int, parameters: Sequence[int]
+        cls, parameters: Sequence[int], layout: WeightLayout
     ) -> "MinimalRandomCode":
         known = range(len(codebooks.CODEBOOKS))
         if len(parameters) != 2 or parameters[1] not in known:
@@ -182,4 +203,4 @@ class MinimalRandomCode(RandomCode):
                 "Minimal random coding has two parameters, bits of an index and number "
                 f"of the codebook, below {len(known)}. Received: {list(parameters)}"
             )
-        return cls(seed, parameters[0], codebooks.CODEBOOKS[parameters[1]])
+        return cls(layout.seed, parameters[0], codebooks.CODEBOOKS[parameters[1]])

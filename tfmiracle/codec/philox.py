@@ -36,6 +36,8 @@ class Domain(enum.IntEnum):
     HASH = 6
     SIGN = 7
     PRUNING = 8  # of random pruning; serves no file
+    TRELLIS = 9  # the candidates of a trellis
+    TRELLIS_SELECTION = 10
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

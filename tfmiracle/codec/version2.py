@@ -32,10 +32,11 @@ START = b"MRCL\2"
 # Kinds of stored variables: the types, and two kinds of levels.
 _LEVELS = ("levels", "squares")
 _KINDS = (*STORED_DTYPES, *_LEVELS)
-# Identifiers that a number says. A prior that is numbered has no parameters.
-_CODES = ("mrc",)
-_PRIORS = ("zero",)
+# Identifiers that a number says; between 0 and 65 it is the length of another one. A
+# prior that is numbered has no parameters.
 _MAX_IDENTIFIER = 64
+_CODES = {0: "mrc", 65: "trellis"}
+_PRIORS = {0: "zero"}
 _MAX_PARAMETERS = 16
 _SAME = -1  # place of a variable in the layer of the one before, which has no place
 
@@ -146,7 +147,7 @@ def _layout(file, names):
         code, prior = group.code, group.prior
         out += _identifier(code, _CODES) + _varint(code.seed) + _parameters(code)
         out += _varint(group.layout.block_size) + _identifier(prior, _PRIORS)
-        if prior.identifier not in _PRIORS:
+        if prior.identifier not in _PRIORS.values():
             out += _parameters(prior)
         if i + 1 < len(file.groups):
             out += _varint(group.payload_bytes)
@@ -184,9 +185,10 @@ def _layout(file, names):
 
 def _identifier(thing, numbered):
     name = thing.identifier
-    if name in numbered:
-        return _varint(numbered.index(name))
-    return _varint(len(numbered) - 1 + len(name)) + name.encode()
+    for number, known in numbered.items():
+        if name == known:
+            return _varint(number)
+    return _varint(len(name)) + name.encode()
 
 
 def _parameters(thing):
@@ -437,10 +439,11 @@ def _parse_layout(source, max_weights):
     for i in range(num_groups):
         cls = _parse_class(source, _CODES, CODES)
         seed = source.varint(2**64 - 1)
-        code = cls.from_parameters(seed, _parse_parameters(source))
+        code = cls, _parse_parameters(source), seed
         block_size = source.varint(MAX_ENTRIES)
         cls = _parse_class(source, _PRIORS, PRIORS)
-        numbers = () if cls.identifier in _PRIORS else _parse_parameters(source)
+        numbered = cls.identifier in _PRIORS.values()
+        numbers = () if numbered else _parse_parameters(source)
         size = source.varint(2**62) if i + 1 < num_groups else None
         heads.append((code, block_size, cls.from_parameters(numbers), size, []))
 
@@ -486,11 +489,11 @@ def _parse_layout(source, max_weights):
 
 
 def _parse_class(source, numbered, registry):
-    kind = source.varint(_MAX_IDENTIFIER)
-    if kind < len(numbered):
+    kind = source.varint(max(_MAX_IDENTIFIER, *numbered))
+    if kind in numbered:
         return registry.find(numbered[kind])
-    identifier = source.take(kind - len(numbered) + 1).decode("ascii")
-    if identifier in numbered:
+    identifier = source.take(kind).decode("ascii")
+    if identifier in numbered.values():
         raise FileFormatError(f"{identifier!r} has a number, not a name.")
     if identifier not in registry.names():
         raise FileFormatError(
@@ -580,9 +583,11 @@ def _parse_codes(
     for (code, block_size, prior, size, variables), rho in zip(
         heads, scales, strict=True
     ):
-        layout = WeightLayout(variables, block_size, code.seed)
+        cls, parameters, seed = code
+        layout = WeightLayout(variables, block_size, seed)
         if layout.block_size != block_size:
             raise FileFormatError(f"A block of {block_size} exceeds its weights.")
+        code = cls.from_parameters(parameters, layout)
         end = len(packed) if size is None else start + size
         if end > len(packed):
             raise FileFormatError("There are fewer codes than blocks.")

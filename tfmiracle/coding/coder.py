@@ -6,7 +6,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from tfmiracle.codec.code import RandomCode
+from tfmiracle.codec import philox
+from tfmiracle.codec.code import RandomCode, layout_fields, own_fields
+from tfmiracle.codec.layout import WeightLayout
 from tfmiracle.registry import Registry
 
 
@@ -18,7 +20,7 @@ class EncodedBlocks(NamedTuple):
       log_weight: float32 `[B]`, log importance weight of the chosen candidate, in nats.
       log_evidence: float32 `[B]`, log of the mean importance weight of all candidates,
         in nats. Its ideal is 0; far below, the code is too short for the block's KL
-        divergence.
+        divergence. A coder that does not know it gives a lower bound.
     """
 
     codes: np.ndarray
@@ -36,7 +38,8 @@ class Coder(abc.ABC):
 
     Attributes:
       seed: unsigned 64-bit integer that code and coding depend on. In a posterior it
-        is that of the layout, whatever the object had (`with_seed`).
+        is that of the layout, whatever the object had (`for_layout`), as are the other
+        fields of `tfmiracle.codec.code.LAYOUT_FIELDS`.
     """
 
     identifier: ClassVar[str]
@@ -49,7 +52,11 @@ class Coder(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+        self,
+        blocks: np.ndarray,
+        loc: np.ndarray,
+        log_scale: np.ndarray,
+        before: np.ndarray | None = None,
     ) -> EncodedBlocks:
         """Chooses codes for some blocks.
 
@@ -60,28 +67,39 @@ class Coder(abc.ABC):
 
         Args:
           blocks: integers `[B]` from 0 to 2**32 - 1, the numbers of the blocks.
-          loc: float32 `[B, D]`.
-          log_scale: float32 `[B, D]`, from -80 to 80 nats.
+          loc: float32 `[B + A, D]`, where the last A <= `lookahead` rows are those of
+            the blocks that follow, which will be coded later.
+          log_scale: float32 `[B + A, D]`, from -80 to 80 nats.
+          before: integers `code.shape(D)`, the code of the block before the first of
+            `blocks`; None if that is not coded.
 
         Raises:
           ValueError: shapes do not fit, or a block has a value out of range.
         """
 
-    def with_seed(self, seed: int) -> "Coder":
-        """The same under another seed, which the layout of the weights gives."""
-        return dataclasses.replace(self, seed=seed)
+    def lookahead(self, block_size: int) -> int:
+        """How many blocks that follow matter for the codes of some."""
+        return 0
+
+    def for_layout(self, layout: WeightLayout) -> "Coder":
+        """The same for the weights of a layout."""
+        return dataclasses.replace(self, **layout_fields(type(self), layout))
 
     def get_config(self) -> dict:
-        """The options but for the seed."""
-        config = dataclasses.asdict(self)
-        del config["seed"]
-        return config
+        """The options: all fields that no layout says."""
+        return {name: getattr(self, name) for name in own_fields(self)}
 
 
+MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
 # Of a candidate by its importance weight: by chance, or the largest.
 SELECTIONS = ("sample", "largest_weight")
 
-CODERS = Registry("coder", Coder, mrc="tfmiracle.coding.minimal_random")
+CODERS = Registry(
+    "coder",
+    Coder,
+    mrc="tfmiracle.coding.minimal_random",
+    trellis="tfmiracle.coding.trellis",
+)
 
 
 def coder_of(coder: str | dict | Coder, **options) -> Coder:
@@ -101,3 +119,61 @@ def coder_of(coder: str | dict | Coder, **options) -> Coder:
     cls = CODERS.find(coder)
     known = {field.name for field in dataclasses.fields(cls)}
     return cls(**{k: v for k, v in options.items() if k in known})
+
+
+def check_selection(selection: str) -> None:
+    """Raises a ValueError unless there is such a selection."""
+    if selection not in SELECTIONS:
+        raise ValueError(
+            f"`selection` must be one of {SELECTIONS}. "
+            f"Received: selection={selection!r}"
+        )
+
+
+def check_posterior(
+    blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray, lookahead: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The arguments of `Coder.encode`, checked, in the types that coders compute with.
+
+    Args:
+      blocks, loc, log_scale: see `Coder.encode`.
+      lookahead: how many rows more than blocks there may be.
+
+    Raises:
+      ValueError: shapes do not fit, or a block has a value out of range.
+    """
+    blocks = philox.as_uint32("blocks", blocks)
+    loc, log_scale = np.asarray(loc, np.float32), np.asarray(log_scale, np.float32)
+    if blocks.ndim != 1:
+        raise ValueError(f"blocks has shape {blocks.shape}; pass a vector.")
+
+    def number(row):
+        return blocks[row] if row < len(blocks) else blocks[-1] + row - len(blocks) + 1
+
+    rows = range(len(blocks), len(blocks) + lookahead + 1)
+    for name, value in (("loc", loc), ("log_scale", log_scale)):
+        if value.ndim != 2 or len(value) not in rows or value.shape[1] == 0:
+            raise ValueError(
+                f"{name} has shape {value.shape}; pass one of ({len(blocks)}, "
+                "block size), a row for each of the blocks."
+            )
+        bad = ~np.isfinite(value).all(1)
+        if bad.any():
+            raise ValueError(
+                f"{name} of block {number(bad.argmax())} is not finite; look for "
+                "divergence in training."
+            )
+    if loc.shape != log_scale.shape:
+        raise ValueError(
+            f"loc and log_scale have shapes {loc.shape} and {log_scale.shape}; "
+            "pass arrays of the same shape."
+        )
+    bad = np.abs(log_scale).max(1) > MAX_LOG_SCALE
+    if bad.any():
+        row = bad.argmax()
+        value = log_scale[row, np.abs(log_scale[row]).argmax()]
+        raise ValueError(
+            f"log_scale of block {number(row)} holds {value}; pass values from "
+            f"{-MAX_LOG_SCALE} to {MAX_LOG_SCALE} nats."
+        )
+    return blocks, loc, log_scale

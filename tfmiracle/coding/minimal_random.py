@@ -27,10 +27,15 @@ from tfmiracle.codec import philox
 from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import PER_CALL, normal_quantiles, normals, symmetry
 from tfmiracle.codec.philox import Domain
-from tfmiracle.coding.coder import CODERS, SELECTIONS, Coder, EncodedBlocks
+from tfmiracle.coding.coder import (
+    CODERS,
+    Coder,
+    EncodedBlocks,
+    check_posterior,
+    check_selection,
+)
+from tfmiracle.coding.philox_xla import calls
 from tfmiracle.environment import usable_cores
-
-MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
 
 _LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 _STEP = 64  # Several blocks are padded to this or 2, 4, 8 times it: few are compiled.
@@ -68,18 +73,18 @@ class MinimalRandomCoder(Coder):
 
     def __post_init__(self) -> None:
         _ = self.code  # checks what it is made of
-        if self.selection not in SELECTIONS:
-            raise ValueError(
-                f"`selection` must be one of {SELECTIONS}. "
-                f"Received: selection={self.selection!r}"
-            )
+        check_selection(self.selection)
 
     @property
     def code(self) -> MinimalRandomCode:
         return MinimalRandomCode(self.seed, self.block_bits, self.codebook)
 
     def encode(
-        self, blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
+        self,
+        blocks: np.ndarray,
+        loc: np.ndarray,
+        log_scale: np.ndarray,
+        before: np.ndarray | None = None,
     ) -> EncodedBlocks:
         """Chooses a candidate for each block, see `Coder.encode`.
 
@@ -88,7 +93,7 @@ class MinimalRandomCoder(Coder):
         scored by matrix products. Within the leaf everything is float64. But for this
         rounding, a block's index does not depend on the other blocks of the call.
         """
-        blocks, loc, log_scale = _checked(blocks, loc, log_scale)
+        blocks, loc, log_scale = check_posterior(blocks, loc, log_scale)
         if self.code.shared:
             # Instead of the codebook, shuffle and flip what it is compared with.
             shuffle, flip = symmetry(self.seed, blocks, loc.shape[1])
@@ -253,41 +258,6 @@ def leaf_size(block_bits: int) -> int:
     return 1 << min(block_bits, max(8, block_bits - 16))
 
 
-def _checked(
-    blocks: np.ndarray, loc: np.ndarray, log_scale: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    blocks = philox.as_uint32("blocks", blocks)
-    loc, log_scale = np.asarray(loc, np.float32), np.asarray(log_scale, np.float32)
-    if blocks.ndim != 1:
-        raise ValueError(f"blocks has shape {blocks.shape}; pass a vector.")
-    for name, value in (("loc", loc), ("log_scale", log_scale)):
-        if value.ndim != 2 or len(value) != len(blocks) or value.shape[1] == 0:
-            raise ValueError(
-                f"{name} has shape {value.shape}; pass one of ({len(blocks)}, "
-                "block size), a row for each of the blocks."
-            )
-        bad = ~np.isfinite(value).all(1)
-        if bad.any():
-            raise ValueError(
-                f"{name} of block {blocks[bad.argmax()]} is not finite; look for "
-                "divergence in training."
-            )
-    if loc.shape != log_scale.shape:
-        raise ValueError(
-            f"loc and log_scale have shapes {loc.shape} and {log_scale.shape}; "
-            "pass arrays of the same shape."
-        )
-    bad = np.abs(log_scale).max(1) > MAX_LOG_SCALE
-    if bad.any():
-        row = bad.argmax()
-        value = log_scale[row, np.abs(log_scale[row]).argmax()]
-        raise ValueError(
-            f"log_scale of block {blocks[row]} holds {value}; pass values from "
-            f"{-MAX_LOG_SCALE} to {MAX_LOG_SCALE} nats."
-        )
-    return blocks, loc, log_scale
-
-
 def _condition(loc: np.ndarray, log_scale: np.ndarray) -> np.ndarray:
     """Returns how large the terms of the expanded quadratic form are, `[B]`.
 
@@ -410,7 +380,7 @@ def _log_weights(key, domain, stream, index, loc, inverse_scale, log_volume):
     """Returns the log weights of candidates, `[..., N]`.
 
     Args:
-      key, domain, stream, index: of the candidates, see `_calls`.
+      key, domain, stream, index: of the candidates, see `calls`.
       loc, inverse_scale: of Q, `[..., D]`, of the type of the result.
       log_volume: sum of log_scale, `[...]`.
     """
@@ -434,7 +404,7 @@ def _log_weights(key, domain, stream, index, loc, inverse_scale, log_volume):
             total += (z - t) * (z + t)  # without cancellation, 0 for padding
         return total
 
-    words = _calls(key, domain, stream, index, whole + bool(rest))
+    words = calls(key, domain, stream, index, whole + bool(rest))
     total = tf.zeros(index.shape, loc.dtype)
     if whole:
         total = tf.foldl(add, (words[:whole], *by_call), total)
@@ -459,7 +429,7 @@ def _product_pass(size: int, leaf: int, block_size: int) -> Callable:
             index = tf.cast(first + tf.range(chunk), tf.uint32)
             z = tf.map_fn(
                 _table_normals,
-                _calls(key, domain, stream, index, -(-block_size // PER_CALL)),
+                calls(key, domain, stream, index, -(-block_size // PER_CALL)),
                 fn_output_signature=[tf.float32] * PER_CALL,
             )
             z = tf.reshape(tf.stack(z, axis=1), [-1, chunk])[:block_size]
@@ -509,42 +479,6 @@ def _exp(x):
     return tf.bitcast(tf.bitcast(power, tf.int32) + exponent, tf.float32)
 
 
-def _calls(key, domain, stream, index, count):
-    """Returns the first `count` calls of Philox for some candidates.
-
-    `index` is uint32 `[..., N]`, the result complex128 `[count, ..., N]`: `_philox`.
-    """
-    return tf.map_fn(
-        lambda g: _philox((index, tf.cast(g, tf.uint32), stream, domain), key),
-        tf.range(count),
-        fn_output_signature=tf.complex128,
-    )
-
-
-def _philox(counter, key):
-    """Returns the four words of `philox.philox4x32` in one complex128.
-
-    As four outputs, XLA would compute all rounds four times over. Words 0 and 1 are
-    the bits of the real part, low half first, words 2 and 3 those of the imaginary.
-    """
-    half, mask = (tf.constant(x, tf.uint64) for x in (32, 0xFFFFFFFF))
-    multipliers = [tf.constant(x, tf.uint64) for x in philox.MULTIPLIERS]
-    increments = [tf.constant(x, tf.uint32) for x in philox.KEY_INCREMENTS]
-    x0, x1, x2, x3 = (tf.cast(x, tf.uint64) for x in counter)
-    k0, k1 = tf.unstack(key)
-    for _ in range(philox.ROUNDS):
-        # The masks change nothing, but say that a 32-bit multiplication will do.
-        p0, p1 = (x0 & mask) * multipliers[0], (x2 & mask) * multipliers[1]
-        x0 = tf.bitwise.right_shift(p1, half) ^ x1 ^ tf.cast(k0, tf.uint64)
-        x2 = tf.bitwise.right_shift(p0, half) ^ x3 ^ tf.cast(k1, tf.uint64)
-        x1, x3 = p1 & mask, p0 & mask
-        k0, k1 = k0 + increments[0], k1 + increments[1]
-    pairs = (
-        low | tf.bitwise.left_shift(high, half) for low, high in ((x0, x1), (x2, x3))
-    )
-    return tf.complex(*(tf.bitcast(pair, tf.float64) for pair in pairs))
-
-
 @functools.cache
 def _quantile_table() -> tf.Tensor:
     # An argument of what is compiled. As a constant it costs the compiler 30 MiB.
@@ -553,7 +487,7 @@ def _quantile_table() -> tf.Tensor:
 
 
 def _table_normals(words):
-    """Returns the eight normals of each result of `_philox`, a list of float32."""
+    """Returns the eight normals of each result of `philox4x32`, a list of float32."""
     table = _quantile_table()
     mask = tf.constant(0xFFFF, tf.uint64)
     result = []

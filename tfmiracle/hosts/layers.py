@@ -35,7 +35,8 @@ class VariationalLayer:
     Args:
       parameterization: a `Parameterization`, or the name of one; by default that of the
         layer's name.
-      block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
+      block_size, block_bits, kl_bits, codebook, state_bits, selection: see
+        `Recipe`.
       coder: a `Coder`, which says bits, codebook and selection itself, or the name of
         one, which takes those given here.
       prior: a `Prior`, or the name of one.
@@ -52,10 +53,11 @@ class VariationalLayer:
         *args,
         parameterization: str | Parameterization | None = None,
         block_size: int = DEFAULTS.block_size,
-        block_bits: int = DEFAULTS.block_bits,
+        block_bits: float = DEFAULTS.block_bits,
         kl_bits: float | None = DEFAULTS.kl_bits,
         coder: str | Coder = DEFAULTS.coder,
         codebook: str = DEFAULTS.codebook,
+        state_bits: int = DEFAULTS.state_bits,
         selection: str = DEFAULTS.selection,
         prior: str | Prior = DEFAULTS.prior,
         log_scale: float = DEFAULTS.log_scale,
@@ -68,7 +70,11 @@ class VariationalLayer:
             self.PARAMETERIZATION if parameterization is None else parameterization
         )
         self._coder = coder_of(
-            coder, block_bits=block_bits, codebook=codebook, selection=selection
+            coder,
+            block_bits=block_bits,
+            codebook=codebook,
+            state_bits=state_bits,
+            selection=selection,
         )
         self._prior = PRIORS.get(prior)
         self._options = {

@@ -39,7 +39,8 @@ class VariationalModel(keras.Model):
       parameterization: "mean_kl" (Lin et al. 2023), "mean_var" (Havasi et al. 2019), or
         "deterministic" for the same network without noise and budget, to prepare a
         warm start; or an object that says more, such as `MeanKL(quota_rate=1.0)`.
-      block_size, block_bits, kl_bits, codebook, selection: see `Recipe`.
+      block_size, block_bits, kl_bits, codebook, state_bits, selection: see
+        `Recipe`.
       coder: a `Coder`, which says bits, codebook and selection itself, or the name of
         one, which takes those given here.
       prior: a `Prior`, or the name of one.
@@ -72,10 +73,11 @@ class VariationalModel(keras.Model):
         parameterization: str | Parameterization = DEFAULTS.parameterization,
         *,
         block_size: int = DEFAULTS.block_size,
-        block_bits: int = DEFAULTS.block_bits,
+        block_bits: float = DEFAULTS.block_bits,
         kl_bits: float | None = DEFAULTS.kl_bits,
         coder: str | Coder = DEFAULTS.coder,
         codebook: str = DEFAULTS.codebook,
+        state_bits: int = DEFAULTS.state_bits,
         selection: str = DEFAULTS.selection,
         prior: str | Prior = DEFAULTS.prior,
         rules: dict[str, str] | None = None,
@@ -125,7 +127,11 @@ class VariationalModel(keras.Model):
             )
         parameterization = PARAMETERIZATIONS.get(parameterization)
         coder = coder_of(
-            coder, block_bits=block_bits, codebook=codebook, selection=selection
+            coder,
+            block_bits=block_bits,
+            codebook=codebook,
+            state_bits=state_bits,
+            selection=selection,
         )
         prior = PRIORS.get(prior)
         options = {

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmiracle.codec.code import RandomCode
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean, weights
-from tfmiracle.coding.coder import Coder
+from tfmiracle.coding.coder import Coder, EncodedBlocks
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.keras_internals import own_variables
 from tfmiracle.options import check_option
@@ -68,7 +68,7 @@ class BlockPosterior(keras.layers.Layer):
         check_option(Recipe, "log_scale_rate", log_scale_rate)
         self.layout = layout
         self.parameterization = parameterization
-        self.coder = (coder or MinimalRandomCoder()).with_seed(layout.seed)
+        self.coder = (coder or MinimalRandomCoder()).for_layout(layout)
         if kl_bits is None:
             kl_bits = self.code.bits(layout.block_size)
         self.kl_bits = float(kl_bits)
@@ -310,6 +310,24 @@ class BlockPosterior(keras.layers.Layer):
     def codes(self) -> np.ndarray:
         """int32[num_blocks, ...]: the codes of the blocks, -1 where not fixed."""
         return keras.ops.convert_to_numpy(self.coded.codes)
+
+    def encode(self, blocks: Sequence[int]) -> EncodedBlocks:
+        """Chooses codes for blocks, which `fix` takes.
+
+        Args:
+          blocks: block numbers, in order.
+
+        Raises:
+          ValueError: if Q is not finite, or the coder wants other blocks coded before.
+        """
+        blocks = np.asarray(blocks)
+        count, size = self.layout.num_blocks, self.layout.block_size
+        ahead = np.arange(blocks[-1] + 1, count)[: self.coder.lookahead(size)]
+        loc, log_scale = self.standardized(np.append(blocks, ahead))
+        before = None
+        if blocks[0] and self.fixed[blocks[0] - 1]:
+            before = self.codes[blocks[0] - 1]
+        return self.coder.encode(blocks, loc.numpy(), log_scale.numpy(), before)
 
     def fix(self, blocks: Sequence[int], codes: np.ndarray) -> None:
         """Fixes blocks to what their codes stand for, now and for ever.

@@ -250,8 +250,7 @@ class CodingLoop:
         kl, excess, weight, evidence = [], [], [], []
         for p in dict.fromkeys(p for p, _ in now):
             posterior, blocks = self._posteriors[p], [b for q, b in now if q == p]
-            loc, log_ratio = posterior.standardized(blocks)
-            coded = posterior.coder.encode(blocks, loc.numpy(), log_ratio.numpy())
+            coded = posterior.encode(blocks)
             posterior.fix(blocks, coded.codes)
             kl.append(posterior.block_kl(blocks).numpy() / np.log(2))
             excess.append(posterior.is_over_budget(kl[-1]))
