@@ -18,7 +18,7 @@ from tfmiracle.codec import codebook, philox
 from tfmiracle.codec.philox import Domain
 from tfmiracle.coding import minimal_random as coder
 from tfmiracle.coding import philox_xla
-from tfmiracle.coding.coder import MAX_LOG_SCALE, SELECTIONS
+from tfmiracle.coding.coder import SELECTIONS
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 SEED = 0xFEDCBA9876543210
