@@ -27,7 +27,7 @@ from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, Mea
 from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.training import coding_loop, compression, run
 from tfmiracle.training.data import shifted, training_batches
-from tfmiracle.training.size import block_size_for, target_bytes
+from tfmiracle.training.size import recipe_for, target_bytes
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 FAST = Recipe(
@@ -614,7 +614,7 @@ def test_targets_are_used_and_not_exceeded(bits, target, options):
     net = small_net(500, normalized=False)
     recipe = Recipe(block_bits=bits)
     budget = target_bytes(target, sum(v.numpy().size for v in net.weights))
-    size = block_size_for(net, target, recipe, **options)
+    size = recipe_for(net, target, recipe, **options).block_size
     file = size_of(net, size, recipe, **options)
     actual = len(file.to_bytes())
     assert actual <= budget
@@ -627,7 +627,7 @@ def test_targets_are_used_and_not_exceeded(bits, target, options):
 def test_stored_values_may_grow_in_training():
     """Zeros compress well, trained statistics do not."""
     net = small_net(300)
-    size = block_size_for(net, 4000, Recipe(block_bits=8))
+    size = recipe_for(net, 4000, Recipe(block_bits=8)).block_size
     rng = np.random.default_rng(0)
     norm = net.get_layer("norm")
     norm.set_weights([rng.gamma(2.0, size=300) for _ in range(4)])
@@ -641,20 +641,20 @@ def test_stored_values_may_grow_in_training():
 def test_impossible_targets_are_refused(target):
     net = small_net(300)
     with pytest.raises(ValueError, match="`target` cannot be met") as refusal:
-        block_size_for(net, target, FAST)
+        recipe_for(net, target, FAST)
     least, ratio, bits, *parts = re.search(
         r"takes ([\d,]+) \('([\d.]+x)', '([\d.]+ bits)'\): ([\d,]+) for architecture, "
         r".*?, ([\d,]+) for the layout .*?, ([\d,]+) for stored variables, (\d+) for "
-        r"one block, (\d+) in reserve",
+        r"the shortest code, (\d+) in reserve",
         str(refusal.value),
     ).groups()
     least = int(least.replace(",", ""))
     assert sum(int(part.replace(",", "")) for part in parts) == least
     # What it promises holds, and is the least.
     for possible in (least, ratio, bits):
-        assert block_size_for(net, possible, FAST) > 0
+        assert recipe_for(net, possible, FAST).block_size > 0
     with pytest.raises(ValueError, match="cannot be met"):
-        block_size_for(net, least - 1, FAST)
+        recipe_for(net, least - 1, FAST)
 
 
 @pytest.mark.parametrize(
@@ -669,7 +669,7 @@ def test_impossible_targets_are_refused(target):
 )
 def test_a_ratio_that_was_meant_is_asked_for(target, hint):
     with pytest.raises(ValueError, match="cannot be met") as refusal:
-        block_size_for(small_net(500), target, FAST)
+        recipe_for(small_net(500), target, FAST)
     assert hint is None or hint in str(refusal.value)
     assert (hint is not None) == ("ratio" in str(refusal.value))
 
@@ -677,7 +677,7 @@ def test_a_ratio_that_was_meant_is_asked_for(target, hint):
 def test_rules_that_would_help_are_named():
     def refusal(net, **options):
         with pytest.raises(ValueError, match="cannot be met") as found:
-            block_size_for(net, 100, FAST, **options)
+            recipe_for(net, 100, FAST, **options)
         return str(found.value)
 
     net = small_net(300)

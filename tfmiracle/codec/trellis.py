@@ -57,14 +57,18 @@ class TrellisCode(RandomCode):
     def __post_init__(self):
         philox.split_seed(self.seed)
         check_state_bits(self.state_bits)
-        most = self.state_bits // SYMBOL_BITS * self.num_weights
-        if not 0 <= self.num_symbols <= most:
+        if not 0 <= self.num_bytes <= self.max_bytes:
             raise ValueError(
-                f"`num_bytes` must be from 0 to {most // 2:,}: a state of "
+                f"`num_bytes` must be from 0 to {self.max_bytes:,}: a state of "
                 f"{self.state_bits} bits holds {self.state_bits // SYMBOL_BITS} "
                 f"symbols of 4 bits for each of {self.num_weights:,} weights. "
                 f"Received: num_bytes={self.num_bytes:,}"
             )
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the longest sequence that the states of all weights can hold."""
+        return self.state_bits // SYMBOL_BITS * self.num_weights // 2
 
     @property
     def num_symbols(self) -> int:

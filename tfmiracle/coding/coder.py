@@ -40,9 +40,12 @@ class Coder(abc.ABC):
       seed: unsigned 64-bit integer that code and coding depend on. In a posterior it
         is that of the layout, whatever the object had (`for_layout`), as are the other
         fields of `tfmiracle.codec.code.LAYOUT_FIELDS`.
+      any_rate: whether it has an option `block_bits` that may be any number, and its
+        code a `max_bytes`, so that a file of any size is filled with the same blocks.
     """
 
     identifier: ClassVar[str]
+    any_rate: ClassVar[bool] = False
     seed: int
 
     @property

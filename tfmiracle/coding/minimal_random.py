@@ -13,10 +13,8 @@ float64, one.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -35,7 +33,7 @@ from tfmiracle.coding.coder import (
     check_selection,
 )
 from tfmiracle.coding.philox_xla import calls
-from tfmiracle.environment import usable_cores
+from tfmiracle.coding.workers import on_gpu, pool, workers
 
 _LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 _STEP = 64  # Several blocks are padded to this or 2, 4, 8 times it: few are compiled.
@@ -128,17 +126,17 @@ class MinimalRandomCoder(Coder):
 
         # XLA runs the loops of a pass on one core. So parts of the codebook are scanned
         # side by side, or blocks that are alone, if there are enough of them.
-        workers = 1 if _on_gpu() else usable_cores()
-        pool = _pool(workers)
-        parts = 1 << workers.bit_length() - 1
-        if parts < workers:
+        count = workers()
+        threads = pool(count)
+        parts = 1 << count.bit_length() - 1
+        if parts < count:
             parts *= 8  # which the cores can share more evenly
         alone = [rows for rows in batches if len(rows) == 1]
-        if len(alone) >= workers:
-            list(pool.map(lambda rows: encode_batch(rows, 1, map), alone))
+        if len(alone) >= count:
+            list(threads.map(lambda rows: encode_batch(rows, 1, map), alone))
             batches = [rows for rows in batches if len(rows) > 1]
         for rows in batches:
-            encode_batch(rows, parts, pool.map)
+            encode_batch(rows, parts, threads.map)
         return result
 
     def _address(self, block: int) -> tuple[tuple[int, int], int, int]:
@@ -152,7 +150,7 @@ class MinimalRandomCoder(Coder):
         batches = []
         alone = np.ones(len(loc), bool)
         # A GPU may round products to TensorFloat-32, and does well without them.
-        if self.code.shared and not _on_gpu():
+        if self.code.shared and not on_gpu():
             rows = np.flatnonzero(_condition(loc, log_scale) <= _PRODUCT_CONDITION)
             leaves = (1 << self.block_bits) // leaf_size(self.block_bits)
             most = min(_PRODUCT_MAX, _MAX_LEAVES // leaves)
@@ -309,20 +307,6 @@ def _inverse_cdf(log_weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
     return group * groups.shape[2] + within
 
 
-def _on_gpu() -> bool:
-    return bool(tf.config.list_logical_devices("GPU"))
-
-
-@functools.cache
-def _pool(workers: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Threads for all calls: to start them takes longer than to encode small blocks."""
-    return concurrent.futures.ThreadPoolExecutor(workers)
-
-
-if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
 # The compiled passes over a codebook. XLA computes a value anew in each loop that uses
 # it, and a loop with a gather may become scalar code altogether. What tf.map_fn and
 # tf.foldl return, however, is stored. Below they keep the integer arithmetic, the
@@ -340,7 +324,7 @@ def _direct_pass(size: int, leaf: int, block_size: int) -> Callable:
     It returns log mean and log maximum of the weights in each leaf, `[1, leaves]`.
     """
     # Steps that stay in the cache of a core, or keep a GPU busy.
-    chunk, step = (1 << 20, 1 << 18) if _on_gpu() else (_DIRECT_CHUNK, 1 << 11)
+    chunk, step = (1 << 20, 1 << 18) if on_gpu() else (_DIRECT_CHUNK, 1 << 11)
     chunk, step = min(chunk, size), min(step, size)
 
     @tf.function(jit_compile=True, autograph=False)

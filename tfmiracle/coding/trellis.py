@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -32,9 +32,11 @@ from tfmiracle.coding.coder import (
     check_selection,
 )
 from tfmiracle.coding.philox_xla import philox4x32
+from tfmiracle.coding.workers import pool, workers
 
 _BRANCHES = 1 << SYMBOL_BITS
 _CHUNK = 512  # symbols between two looks back; paths meet long before
+_PART = 32 * _CHUNK  # symbols that one core chooses
 _LOOKAHEAD = 48  # symbols that follow and matter
 _UNROLLED = 8  # weights of a symbol that are added up at once
 _UNREACHED = -1e30
@@ -63,6 +65,7 @@ class TrellisCoder(Coder):
     """
 
     identifier: ClassVar[str] = "trellis"
+    any_rate: ClassVar[bool] = True
     state_bits: int = TrellisCode.state_bits
     block_bits: float = 20.0
     selection: str = "largest_weight"
@@ -140,34 +143,72 @@ class TrellisCoder(Coder):
         if not count:
             return np.zeros(0, np.uint8), None
         offsets = self.code.offsets(weights)
-        inputs, constant = _by_symbol(offsets, loc, log_scale, entered)
-        sampled = self.selection == "sample"
-        forward = _forward_pass(self.state_bits, inputs[0].shape[1], sampled)
-        backward = _backward_pass(self.state_bits)
-        address = (
-            _doubled_table(self.code),
-            tf.constant(philox.split_seed(self.seed), tf.uint32),
-        )
+        rows, constant = _by_symbol(offsets, loc, log_scale, entered)
         first = int(self.code.entered(weights[0] - 1))
-        score = np.full(1 << self.state_bits, _UNREACHED, np.float32)
-        score[start] = 0.0
-        score, pending, found, tops = tf.constant(score), None, [], 0.0
-        for at in range(0, count, _CHUNK):
-            length = min(_CHUNK, count - at)
-            some = [_chunk(x, at) for x in inputs]
-            place = tf.constant(first + at), tf.constant(length)
-            score, choices, top = forward(*address, *place, *some, score)
-            tops += top.numpy().astype(np.float64).sum()
-            symbols, state = backward(self._end(score, first + at), place[1], choices)
-            if pending is not None:  # all good paths have met in there
-                found.append(backward(state, tf.constant(_CHUNK), pending)[0].numpy())
-            pending = choices
-        found.append(symbols.numpy()[:length])
+        search = functools.partial(self._search_part, rows, first)
+        # Parts are searched side by side: what was before them is soon forgotten. Where
+        # two do not meet all the same, the second is searched again.
+        begins = range(0, count, _PART)
+        starts = [start] + [None] * (len(begins) - 1)
+        parts = list(pool(workers()).map(search, begins, starts))
+        for i, begin in enumerate(begins[1:], 1):
+            if parts[i].start != parts[i - 1].end:
+                parts[i] = search(begin, parts[i - 1].end)
         evidence = None
-        if sampled:
-            ends = np.logaddexp.reduce(score.numpy().astype(np.float64))
-            evidence = constant + tops + ends - count * np.log(_BRANCHES)
-        return np.concatenate(found), evidence
+        if self.selection == "sample":
+            sums = sum(part.log_sum for part in parts)
+            evidence = constant + sums - count * np.log(_BRANCHES)
+        return np.concatenate([part.symbols for part in parts]), evidence
+
+    def _search_part(self, rows, first, begin, start):
+        """Chooses up to `_PART` symbols.
+
+        Args:
+          rows: what `_by_symbol` found.
+          first: number of the symbol that has the first row.
+          begin: the row to begin with.
+          start: the state before it. If None, the chunk before shows what is likely.
+        """
+        count, width = rows[0].shape
+        forward = _forward_pass(self.state_bits, width, self.selection == "sample")
+        backward = _backward_pass(self.state_bits)
+        key = tf.constant(philox.split_seed(self.seed), tf.uint32)
+        score = np.zeros(1 << self.state_bits, np.float32)
+        if start is not None:
+            score[:] = _UNREACHED
+            score[start] = 0.0
+        score, choices, traced = tf.constant(score), None, []
+        taken_off, levels = 0.0, {}
+        end = min(begin + _PART, count)
+        warm_up = 0 if start is not None else _CHUNK
+        chunks = range(begin - warm_up, min(end + _CHUNK, count), _CHUNK)
+        for at in chunks:
+            levels[at] = taken_off + _log_sum(score)
+            earlier, length = choices, tf.constant(min(_CHUNK, count - at))
+            score, choices, tops = forward(
+                _doubled_table(self.code),
+                key,
+                tf.constant(first + at),
+                length,
+                *(_chunk(x, at) for x in rows),
+                score,
+            )
+            taken_off += float(tops.numpy().sum(dtype=np.float64))
+            last = self._end(score, first + at)
+            found, before = backward(last, length, choices)
+            if earlier is not None:  # in there all good paths have met
+                traced.append(backward(before, tf.constant(_CHUNK), earlier))
+        traced.append((found[:length], before))
+        levels[count] = taken_off + _log_sum(score)
+
+        ours = {at: x for at, x in zip(chunks, traced) if begin <= at < end}
+        after = dict(zip(chunks, traced))[end][1] if end in chunks else last
+        return _Part(
+            np.concatenate([symbols.numpy() for symbols, _ in ours.values()]),
+            int(ours[begin][1]),
+            int(after),
+            levels[end] - levels[begin],
+        )
 
     def _end(self, score, symbol):
         """The state to look back from."""
@@ -179,6 +220,23 @@ class TrellisCoder(Coder):
         sums = np.cumsum(np.exp(score - score.max()))
         state = np.searchsorted(sums, share * sums[-1], "right")
         return tf.constant(state, tf.int32)
+
+
+class _Part(NamedTuple):
+    """What was chosen of a part of the symbols.
+
+    `start` and `end` are the states before and after them, `log_sum` how much the log
+    of the sum of the weights of all paths has grown.
+    """
+
+    symbols: np.ndarray
+    start: int
+    end: int
+    log_sum: float
+
+
+def _log_sum(score):
+    return float(np.logaddexp.reduce(score.numpy().astype(np.float64)))
 
 
 def _log_weight(z, loc, log_scale):
@@ -288,7 +346,9 @@ def _forward_pass(state_bits: int, width: int, sampled: bool) -> Callable:
             for x in (offsets, loc, inverse_scale)
         )
 
-        def step(g, score, choices, tops):
+        # A variable of the loop: as an input it would be a constant for TensorFlow, and
+        # the loop compiled anew for each.
+        def step(g, offsets, score, choices, tops):
             uniforms = _uniforms(key, first + g, stems) if sampled else score[:1]
             # What `map_fn` returns is stored, not computed anew for each branch.
             best, choice = tf.map_fn(
@@ -297,7 +357,7 @@ def _forward_pass(state_bits: int, width: int, sampled: bool) -> Callable:
                 fn_output_signature=(tf.float32, tf.uint8),
             )
             top = tf.reduce_max(best)
-            rows = offsets[g], loc[g], inverse_scale[g]
+            rows = offsets[0], loc[g], inverse_scale[g]
             if width == inner:
                 total = weigh(*(x[0] for x in rows), table)
             else:
@@ -309,14 +369,15 @@ def _forward_pass(state_bits: int, width: int, sampled: bool) -> Callable:
             total = tf.reshape(0.5 * total - largest[g], [stems, _BRANCHES])
             score = tf.maximum(total + (best[0] - top)[:, tf.newaxis], _UNREACHED)
             choices, tops = choices.write(g, choice[0]), tops.write(g, top)
-            return g + 1, tf.reshape(score, [states]), choices, tops
+            offsets = tf.roll(offsets, -1, axis=0)
+            return g + 1, offsets, tf.reshape(score, [states]), choices, tops
 
         choices = tf.TensorArray(tf.uint8, _CHUNK, element_shape=[stems])
         tops = tf.TensorArray(tf.float32, _CHUNK, element_shape=[])
-        _, score, choices, tops = tf.while_loop(
+        _, _, score, choices, tops = tf.while_loop(
             lambda g, *_: g < length,
             step,
-            (0, score, choices, tops),
+            (0, offsets, score, choices, tops),
             maximum_iterations=_CHUNK,
         )
         return score, choices.stack(), tops.stack()

@@ -37,7 +37,7 @@ from tfmiracle.training.data import (
 )
 from tfmiracle.training.distillation import relabel, soft_loss
 from tfmiracle.training.run import PHASES, STEPS_PER_EXECUTION, Run
-from tfmiracle.training.size import block_size_for
+from tfmiracle.training.size import recipe_for
 from tfmiracle.training.summary import compression, show_compression
 
 
@@ -200,7 +200,7 @@ def compress(
     net = _copy(model, recipe.seed, batch)
     objective.check(net, batch, data)
     if target is not None:
-        size = block_size_for(
+        recipe = recipe_for(
             net,
             target,
             recipe,
@@ -208,7 +208,6 @@ def compress(
             metadata=metadata,
             architecture=architecture,
         )
-        recipe = dataclasses.replace(recipe, block_size=size)
 
     settings = {
         "recipe": recipe.settings(),

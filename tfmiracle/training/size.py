@@ -1,4 +1,4 @@
-"""The size of a file: what a target means, and the blocks that meet it."""
+"""The size of a file: what a target means, and the blocks or bits that meet it."""
 
 import bisect
 import dataclasses
@@ -14,10 +14,10 @@ from tfmiracle.miracle_file import Levels
 from tfmiracle.recipe import Recipe
 
 # What scales and lengths may take more in the file than in the probe for its size.
-_SLACK = 64
+_SLACK = 16
 
 
-def block_size_for(
+def recipe_for(
     net: keras.Model,
     target: str | int,
     recipe: Recipe | None = None,
@@ -25,13 +25,16 @@ def block_size_for(
     rules: dict[str, str] | None = None,
     metadata: dict | None = None,
     architecture: bool = True,
-) -> int:
-    """The smallest block size with which the file of `net` is no larger than `target`.
+) -> Recipe:
+    """The recipe by which the file of `net` is as large as `target` allows.
+
+    A coder of any rate gets as many bits as there is room for; others get the smallest
+    blocks.
 
     Args:
       net: a built Keras model.
       target, rules, metadata, architecture: see `compress`.
-      recipe: `block_bits` and what else of it decides the size.
+      recipe: what else decides the size.
 
     Raises:
       ValueError: if `target` cannot be read or cannot be met.
@@ -46,13 +49,29 @@ def block_size_for(
     posterior = probe.block_posterior
     posterior.finalize_coding_scale()
     code, count = posterior.code, posterior.layout.num_effective
-    posterior.fix([0], np.zeros((1, *code.shape(posterior.layout.block_size)), int))
+    posterior.fix([0], np.zeros((1, *code.shape(count)), int))
     file = to_file(probe, metadata, architecture)
-    # What is stored may compress less after training than it does now: as noise.
+    # What training changes may compress less after it than it does now: as noise.
     noise = np.random.default_rng(0)
-    file = dataclasses.replace(file, stored=[_noise(v, noise) for v in file.stored])
+    (group,) = file.groups
+    scales = noise.uniform(0.01, 1, group.scales.shape).astype(np.float32)
+    file = dataclasses.replace(
+        file,
+        groups=[dataclasses.replace(group, scales=scales)],
+        stored=[_noise(v, noise) for v in file.stored],
+    )
     fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
     budget = target_bytes(target, file.num_weights)
+
+    if posterior.coder.any_rate:
+        room = min(budget - fixed, code.max_bytes)
+        if room < 1:
+            raise ValueError(_cannot_be_met(target, budget, file, rules))
+        block_bits = 8 * room * min(recipe.block_size, count) / count
+        if isinstance(recipe.coder, str):
+            return dataclasses.replace(recipe, block_bits=block_bits)
+        coder = dataclasses.replace(recipe.coder, block_bits=block_bits)
+        return dataclasses.replace(recipe, coder=coder)
 
     def fits(block_size):
         num_blocks = -(-count // block_size)
@@ -60,7 +79,8 @@ def block_size_for(
 
     if not fits(count):
         raise ValueError(_cannot_be_met(target, budget, file, rules))
-    return 1 + bisect.bisect_left(range(1, count), True, key=fits)
+    block_size = 1 + bisect.bisect_left(range(1, count), True, key=fits)
+    return dataclasses.replace(recipe, block_size=block_size)
 
 
 def _cannot_be_met(target, budget, file, rules):
@@ -74,8 +94,8 @@ def _cannot_be_met(target, budget, file, rules):
         f"file of this network that can be promised takes {least:,} ('{ratio:.1f}x', "
         f"'{bits / 100:.2f} bits'): {parts['description']:,} for architecture, names "
         f"and settings, {parts['layout']:,} for the layout with its coding scales, "
-        f"{parts['stored']:,} for stored variables, {parts['indices']:,} for one "
-        f"block, {_SLACK} in reserve."
+        f"{parts['stored']:,} for stored variables, {parts['indices']:,} for "
+        f"the shortest code, {_SLACK} in reserve."
     )
     number = re.fullmatch(r"\s*([0-9.]+)\s*", str(target))
     if number:
