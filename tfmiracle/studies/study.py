@@ -23,7 +23,7 @@ from tfmiracle.codec.pruning import STRATEGIES, pruned_networks
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment, usable_cores
-from tfmiracle.files import check_folder, write_atomically
+from tfmiracle.files import beside, check_folder, write_atomically
 from tfmiracle.hosts.loading import accuracy_of, to_network
 from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
@@ -332,9 +332,7 @@ def _run_cell(study, recipe, data: Dataset, folder, progress):
 
 def _record(study, recipe, result: CompressionResult, data):
     file = result.file
-    posterior = CodedPosterior.read(
-        pathlib.Path(result.path).with_suffix(".posterior.npz")
-    )
+    posterior = CodedPosterior.read(beside(result.path, ".posterior.npz"))
     last = result.curve[-1]["step"] if result.curve else 0
     return {
         **_identity(study, recipe, checksum(_arrays(data))),
