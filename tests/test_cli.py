@@ -27,8 +27,6 @@ from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.training import compression
-from tfmiracle.training import run as run_module
 
 SIZES = {
     "file_bytes",
@@ -135,14 +133,7 @@ QUICK = [
 ]
 
 
-@pytest.fixture
-def short(quick, monkeypatch):
-    """Training of as few steps as the flags say."""
-    for module in (compression, run_module):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
-
-
-def test_compress_and_evaluate_agree(made, tmp_path, short, run):
+def test_compress_and_evaluate_agree(made, tmp_path, few_steps, run):
     output = tmp_path / "out.miracle"
     result = run(
         "compress",
@@ -192,7 +183,7 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
     assert evaluated["error"] == pytest.approx(wrong)
 
 
-def test_a_built_in_network_is_trained_from_scratch(tmp_path, short, capsys):
+def test_a_built_in_network_is_trained_from_scratch(tmp_path, few_steps, capsys):
     rng = np.random.default_rng(0)
     x, y = rng.random((30, 4, 4)).astype(np.float32), np.arange(30) % 2
     np.savez(tmp_path / "tiny.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
@@ -237,7 +228,7 @@ def compressed(tmp_path, net, x, y, **sets):
     ]
 
 
-def test_sequences_and_one_hot_labels(tmp_path, short, run):
+def test_sequences_and_one_hot_labels(tmp_path, few_steps, run):
     rng, y = np.random.default_rng(0), np.arange(30) % 3
     net = keras.Sequential(
         [layers.Input((4, 2)), layers.Conv1D(3, 2), layers.Flatten(), layers.Dense(3)]
@@ -249,7 +240,7 @@ def test_sequences_and_one_hot_labels(tmp_path, short, run):
     assert pruned["accuracy"][0] == pytest.approx(1 - result["error"])
 
 
-def test_token_ids_and_a_sigmoid_unit(tmp_path, short, run, capsys):
+def test_token_ids_and_a_sigmoid_unit(tmp_path, few_steps, run, capsys):
     ids = np.arange(120, dtype=np.uint8).reshape(30, 4)
     net = keras.Sequential(
         [
@@ -271,7 +262,7 @@ def test_token_ids_and_a_sigmoid_unit(tmp_path, short, run, capsys):
     assert err.endswith("y_test: outputs above 0.5 count as class 1\n")
 
 
-def test_values_to_predict(tmp_path, short, run, capsys):
+def test_values_to_predict(tmp_path, few_steps, run, capsys):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 4)), rng.normal(size=30)
     net = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -299,7 +290,7 @@ def test_values_to_predict(tmp_path, short, run, capsys):
     assert "50.0% pruned: mean squared error " in capsys.readouterr().out
 
 
-def test_a_pipe_gets_plain_lines(made, tmp_path, short, capsys):
+def test_a_pipe_gets_plain_lines(made, tmp_path, few_steps, capsys):
     arguments = [f"--data={made / 'data.npz'}", f"--model={made / 'net.keras'}"]
     output = f"--output={tmp_path / 'out.miracle'}"
     steps = ["--train_steps=40", "--warmup_steps=3", "--block_size=9"]

@@ -25,8 +25,10 @@ from tfmiracle.miracle_file import (
 )
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
-from tfmiracle.training import coding_loop, compression, run
+from tfmiracle.training import coding_loop
 from tfmiracle.training.data import shifted, training_batches
+from tfmiracle.training.objective import describe
+from tfmiracle.training.run import PHASES
 from tfmiracle.training.size import block_size_for, target_bytes
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -64,10 +66,8 @@ def small_net(units=40, normalized=True):
 
 
 @pytest.fixture
-def short(quick, monkeypatch):
+def short(few_steps):
     """Runs of three steps."""
-    for module in (compression, run):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
     return dataclasses.replace(FAST, train_steps=2, finetune_steps=1)
 
 
@@ -425,6 +425,18 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
     refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
     refused("`rules` must be a dict", rules="*/bias", tmp_path=tmp_path)
+    for name in ("distill", "keep_posterior", "architecture", "record", "overwrite"):
+        message = f"`{name}` must be True or False. Received: {name}='x.json'"
+        refused(message, **{name: "x.json"}, tmp_path=tmp_path)
+    for folder in (".", "", tmp_path):
+        for options in ({}, {"record": True}, {"workdir": tmp_path / "run"}):
+            refused(
+                "is a folder; give the name of a file",
+                path=folder,
+                error=IsADirectoryError,
+                tmp_path=tmp_path,
+                **options,
+            )
     none = tmp_path / "none" / "net.miracle"
     refused("not exist", path=none, error=FileNotFoundError, tmp_path=tmp_path)
 
@@ -489,12 +501,12 @@ def test_descriptions_of_losses_and_metrics_are_the_same_in_every_process():
         metrics = [keras.metrics.MeanSquaredError(), "mae", lambda y, p: p]
         return [Plain(2.0), {"a": LOSS, "b": squares}, Plain(1.0).bound, *metrics, None]
 
-    first, again = compression._description(made()), compression._description(made())
+    first, again = describe(made()), describe(made())
     text = json.dumps(first)
     assert first == again and "0x" not in text
     assert "test_compression.Plain" in text and "from_logits" in text
     hard, soft = (keras.losses.BinaryCrossentropy(from_logits=b) for b in (0, 1))
-    assert compression._description(hard) != compression._description(soft)
+    assert describe(hard) != describe(soft)
 
 
 def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short):
@@ -515,7 +527,7 @@ def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short)
         {row["phase"]: row["loss"] for row in result.curve} for result in results
     )
     assert all(penalized[phase] > 100 * plain[phase] for phase in plain)
-    assert set(plain) == set(run.PHASES)
+    assert set(plain) == set(PHASES)
     for stages in zip(*(result.stages.values() for result in results), strict=True):
         assert stages[1]["loss"] < 10 * stages[0]["loss"]
 
@@ -822,7 +834,7 @@ def test_shifts_go_on_from_any_step_and_differ_between_phases():
 
     same = (x[:1], x[:1, 0, 0, 0])
     batches = shifted(training_batches(same, recipe), recipe)
-    phases = [list(batches(phase, 0).take(6)) for phase in run.PHASES]
+    phases = [list(batches(phase, 0).take(6)) for phase in PHASES]
     assert len({np.stack([b for b, _ in taken]).tobytes() for taken in phases}) == 3
 
 

@@ -23,7 +23,6 @@ from tfmiracle.hosts.network import (
     to_file,
 )
 from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
-from tfmiracle.training import compression
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -216,7 +215,7 @@ def test_an_adapted_normalization_is_decoded(tmp_path, eager):
     model = fix_all(variational(net))
     loaded = to_network(decode(to_file(model)))
     np.testing.assert_allclose(loaded(x), model(x), rtol=1e-4, atol=1e-5)
-    copy = compression._copy(net, 0, x)
+    copy = check_network(net, x)
     np.testing.assert_allclose(copy(x), net(x), rtol=1e-4, atol=1e-5)
 
 

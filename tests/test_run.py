@@ -15,7 +15,7 @@ import pytest
 
 import tfmiracle
 from tfmiracle import Recipe
-from tfmiracle.training import compression, run
+from tfmiracle.training import run
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 RECIPE = Recipe(
@@ -47,10 +47,8 @@ class KillAt(keras.callbacks.Callback):
 
 
 @pytest.fixture
-def every_step(quick, monkeypatch):
+def every_step(few_steps, monkeypatch):
     """Each step is an execution with a checkpoint after it."""
-    for module in (compression, run):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
     monkeypatch.setattr(run, "_CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(run, "_CHECKPOINT_SHARE", 0.0)
 
