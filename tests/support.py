@@ -12,7 +12,6 @@ import zlib
 import numpy as np
 
 import tfmiracle
-from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ROOT = pathlib.Path(__file__).parents[1]
@@ -36,6 +35,7 @@ def join_sections(payloads, start=b"MRCL\x01"):
 
 def posterior_of(specification, layout, **options):
     """A posterior, given options of it, of its specification and of its coder."""
+    from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
     def take(cls):
         names = {field.name for field in dataclasses.fields(cls)} & options.keys()
