@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -44,6 +45,16 @@ def posterior_of(specification, layout, **options):
     made = specification(**take(specification))
     coder = MinimalRandomCoder(**take(MinimalRandomCoder))
     return made.posterior(layout, coder=coder, **options)
+
+
+@contextlib.contextmanager
+def own_classes(registry):
+    """What is registered meanwhile is forgotten in the end."""
+    before = dict(registry._classes)
+    try:
+        yield
+    finally:
+        registry._classes = before
 
 
 BLOCK = """

@@ -96,6 +96,7 @@ def made(tmp_path_factory):
     five = CodedPosterior([loc[:5]], [np.ones(5, np.float32)])
     five.write(folder / "five.posterior.npz")
     (folder / "not.miracle").write_bytes(b"something else")
+    (folder / "import.flags").write_text("--import=json\n")
     (folder / "bad.flags").write_text("--block_size=7\n--no_such_flag=1\n")
     return folder
 
@@ -294,7 +295,11 @@ def test_a_pipe_gets_plain_lines(made, tmp_path, few_steps, capsys):
     arguments = [f"--data={made / 'data.npz'}", f"--model={made / 'net.keras'}"]
     output = f"--output={tmp_path / 'out.miracle'}"
     steps = ["--train_steps=40", "--warmup_steps=3", "--block_size=9"]
-    assert cli.main(["compress", *arguments, output, *QUICK, *steps]) == 0
+    other = ["--noarchitecture", "--record"]
+    assert cli.main(["compress", *arguments, output, *QUICK, *steps, *other]) == 0
+    assert MiracleFile.read(tmp_path / "out.miracle").architecture is None
+    made_with = json.loads((tmp_path / "out.record.json").read_text())
+    assert made_with["recipe"]["train_steps"] == 40
     err = capsys.readouterr().err
     assert all(line.isprintable() for line in err.splitlines())
     assert err.count("Deterministic training:") == 3
@@ -360,7 +365,8 @@ def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
         assert result["metadata"] == metadata
         assert result["weights"] == result["payload_bytes"] == 0
         assert cli.main(["info", str(path)]) == 0
-        assert "\x1b" not in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and out.rstrip()[-2:] != "{}"
 
 
 def test_info_of_several_groups(run):
@@ -604,6 +610,9 @@ BAD = {
     "nothing held out": "{compress} --validation_fraction=1e-9",
     "all held out": "{compress} --validation_fraction=1",
     "missing flag file": "{compress} --flagfile={made}/none.flags",
+    "an import in a file": "info {made}/net.miracle --flagfile={made}/import.flags",
+    "an import without =": "info {made}/net.miracle --import json",
+    "a module that is not there": "info {made}/net.miracle --import=no.such_module",
     "unknown flag in a file": "{compress} --flagfile={made}/bad.flags",
 }
 
@@ -641,7 +650,7 @@ def test_an_option_of_another_parameterization_is_warned_of(made, tmp_path, capf
 def test_a_pipe_that_nobody_reads(made, options):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tfmiracle.cli", "info", made / "net.miracle"]
+    command = [sys.executable, "-m", "tfmiracle", "info", made / "net.miracle"]
     ended = subprocess.run([*command, *options], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")

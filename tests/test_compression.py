@@ -13,17 +13,24 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import CONFIGS, fix_all
+from support import CONFIGS, fix_all, own_classes
 
 import tfmiracle
 from tfmiracle import PAPER, Recipe, cli
+from tfmiracle.coding.coder import CODERS
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.datasets import load_dataset
 from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, MeanVar
+from tfmiracle.posteriors.parameterization import (
+    PARAMETERIZATIONS,
+    Deterministic,
+    MeanKL,
+    MeanVar,
+)
 from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.training import coding_loop
 from tfmiracle.training.data import shifted, training_batches
@@ -922,6 +929,25 @@ def test_specifications_by_name_class_or_object():
         assert Recipe(parameterization=name) == Recipe(parameterization=MeanVar())
     config = PARAMETERIZATIONS.serialize(MeanVar(beta=1e-4))
     assert Recipe(parameterization=config).parameterization == MeanVar(beta=1e-4)
+    for config in ({"gamma": 1}, {2: 3}, None):
+        with pytest.raises(ValueError, match=r"options of .*'mean_var' are log_"):
+            Recipe(parameterization={"name": "mean_var", "config": config})
+    for name in ("deterministic", "mean_kurtosis", Deterministic()):
+        with pytest.raises(ValueError, match=r"codable=True .*: mean_kl, mean_var\. "):
+            Recipe(parameterization=name)
+
+
+def test_an_option_that_is_missing_is_named():
+    with own_classes(CODERS):
+
+        @CODERS.register
+        @dataclasses.dataclass(frozen=True)
+        class Needy(MinimalRandomCoder):
+            identifier = "needy"
+            size: int = dataclasses.field(kw_only=True)
+
+        with pytest.raises(ValueError, match=r"missing a required .*'size'"):
+            CODERS.get("needy")
 
 
 def test_the_budget_falls_in_the_first_half():
@@ -969,7 +995,7 @@ def flags_of(path):
     cli.COMMANDS["compress"].define(values)
     rest = values(["tfmiracle", f"--flagfile={path}"])
     assert rest == ["tfmiracle"]
-    return values, cli._recipe(values)
+    return values, cli.recipe_of(values)
 
 
 COMPRESS = [p for p in sorted(CONFIGS.glob("*.flags")) if "table" not in p.stem]
@@ -980,7 +1006,7 @@ def test_configurations_are_valid(path):
     values, recipe = flags_of(path)
     assert values.output is None
     assert values.model in ("lenet5", "digits_cnn")
-    cli._rules(values.rules)
+    cli.rules_of(values)
     assert recipe.train_steps > 0
     if values.target is not None:
         target_bytes(values.target, 10_000)
@@ -991,7 +1017,7 @@ def test_configurations_of_the_paper(block_size):
     values, recipe = flags_of(CONFIGS / f"lenet5_mnist_b{block_size}.flags")
     assert recipe == dataclasses.replace(PAPER, block_size=block_size)
     assert values.model == "lenet5"
-    assert cli._rules(values.rules) == {
+    assert cli.rules_of(values) == {
         "conv2/kernel": "hash=2",
         "dense1/kernel": "hash=64",
     }

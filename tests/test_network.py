@@ -22,6 +22,7 @@ from tfmiracle.hosts.network import (
     round_stored,
     to_file,
 )
+from tfmiracle.keras_internals import walk
 from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -86,7 +87,7 @@ def test_variational_layers_become_those_of_keras():
     for word in ("tfmiracle", "MeanKL", "block_size", "codebook", "log_scale"):
         assert word not in text
     plain = build_network(architecture)
-    types = [type(layer) for layer in plain._flatten_layers(include_self=False)]
+    types = [type(layer) for layer in walk(plain) if layer is not plain]
     for layer in (layers.Conv2D, layers.SeparableConv2D, layers.Dense):
         assert layer in types
     assert all(t.__module__.startswith("keras.") for t in types)

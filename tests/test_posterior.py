@@ -94,7 +94,7 @@ def test_no_finite_parameter_breaks_the_budget(numbers, log_scale, kl, size, rat
     numbers = np.resize(np.array(numbers, np.float32), (2, *posterior.block_shape))
     posterior.tau.assign(numbers[0])
     posterior.quota_logits.assign(numbers[1])
-    posterior.p._raw_log_scale.assign(log_scale[:2])
+    posterior.p.start(None, False, log_scale[:2], 0.0)
     np.testing.assert_allclose(posterior.block_kl(), kl * LN2, rtol=2e-6)
     assert posterior.block_kl().shape == [posterior.layout.num_blocks]
     assert np.all(np.isfinite(posterior.coding_scale) & (posterior.coding_scale > 0))
@@ -339,7 +339,7 @@ def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
         monkeypatch.setattr(posterior_module, "_INITIALIZED", count)
         made = posterior_of(parameterization, layout())
         made.initialize(random_values(), warm=True)
-        parameters = [p.numpy().ravel() for p in made._parameters()]
+        parameters = [p.numpy().ravel() for p in made.trainable_weights]
         starts.append(np.concatenate(parameters))
     for other in starts[1:]:
         np.testing.assert_array_equal(other, starts[0])

@@ -272,21 +272,8 @@ def test_what_would_fail_everywhere_is_said_at_once(small, tmp_path, change, mes
 def test_the_papers_grid():
     values = flags.FlagValues()
     cli.COMMANDS["study"].define(values)
-    values(["tfmiracle", f"--flagfile={CONFIG}"])
-    made = Study(
-        workdir="work",
-        data="mnist",
-        recipe=cli._recipe(values),
-        parameterizations=tuple(
-            cli._parameterization(values, name) for name in values.parameterizations
-        ),
-        block_sizes=tuple(cli._integers("block_sizes", values.block_sizes)),
-        seeds=tuple(cli._integers("seeds", values.seeds)),
-        model=values.model,
-        rules=cli._rules(values.rules),
-        mean_var_train_steps=values.mean_var_train_steps,
-        scale=values.scale,
-    )
+    values(["tfmiracle", f"--flagfile={CONFIG}", "--workdir=work", "--data=mnist"])
+    made = cli.study_of(values)
     cells = {cell_name(recipe): recipe for recipe in made.cells()}
     assert len(cells) == 2 * 3 * 10
     assert cells["mean_kl_b20_s0"] == PAPER
