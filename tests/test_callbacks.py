@@ -451,21 +451,6 @@ def test_a_file_that_appears_during_training_is_kept(tmp_path, quick):
     assert (tmp_path / "other.miracle").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"blocks_per_round": 0},
-        {"blocks_per_round": 1.5},
-        {"finetune_steps": -1},
-        {"train_steps": -1},
-    ],
-)
-def test_arguments_out_of_range(tmp_path, arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"`{name}` must be an integer"):
-        CompressionCallback(tmp_path / "net.miracle", **arguments)
-
-
 @pytest.mark.parametrize("name", ["overwrite", "architecture"])
 def test_switches_are_true_or_false(tmp_path, name):
     with pytest.raises(ValueError, match=f"`{name}` must be True or False"):

@@ -163,15 +163,6 @@ def test_finite_parameters_give_finite_numbers(loc, log_stddev, log_rho, beta):
     assert np.all(q.block_kl() >= 0) and np.all(q.beta.numpy() > 0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"kl_bits": -1}, {"kl_bits": math.inf}, {"log_scale_rate": 0}]
-)
-def test_bad_options(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"`{name}` must be"):
-        posterior_of(MeanVar, WeightLayout(VARIABLES, 5, 0), **options)
-
-
 # In hosts.
 
 

@@ -745,48 +745,6 @@ def test_posterior_over_keras_variables():
     assert [v.scale_index for v in posterior.layout.variables] == [0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"parameterization": "mean_std"}, "`parameterization`.*deterministic.*mean_s"),
-        ({"hash_factors": [0, 1, 1, 1]}, "`hash_factor`.* 0"),
-        ({"block_size": 0}, "`block_size`.* 0"),
-        ({"seed": -1}, "`seed`.*=-1"),
-        ({"seed": 2**64}, f"`seed`.*={2**64}"),
-        ({"kl_bits": -1.0}, "`kl_bits`.*kl_bits=-1.0"),
-        ({"kl_bits": math.nan}, "kl_bits=nan"),
-        ({"kl_bits": math.inf}, "kl_bits=inf"),
-        ({"log_scale_rate": -1.0}, "log_scale_rate=-1.0"),
-        ({"log_scale": math.nan}, "`log_scale`.*log_scale=nan"),
-        ({"log_scale": math.inf}, "log_scale=inf"),
-    ],
-)  # fmt: skip
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        posterior_over(keras_variables(), **{"block_size": 5, "seed": 0, **options})
-
-
-@pytest.mark.parametrize(
-    "specification, options",
-    [
-        (MeanKL, {"quota_rate": 0.0}),
-        (MeanKL, {"quota_rate": math.nan}),
-        (MeanKL, {"initial_budget": 0.5}),
-        (MeanKL, {"initial_budget": math.nan}),
-        (MeanKL, {"annealing_steps": 0}),
-        (MeanVar, {"log_stddev": math.nan}),
-        (MeanVar, {"log_stddev_rate": 0.0}),
-        (MeanVar, {"beta": 0.0}),
-        (MeanVar, {"beta": math.inf}),
-        (MeanVar, {"beta_rate": -1.0}),
-    ],
-)
-def test_bad_options_of_a_parameterization(specification, options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"`{name}` must be.*{name}={value}"):
-        specification(**options)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite(bad):
     variables = keras_variables()
