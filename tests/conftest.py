@@ -55,3 +55,21 @@ def few_steps(quick, monkeypatch):
     from tfmiracle.training import run
 
     monkeypatch.setattr(run, "STEPS_PER_EXECUTION", 1)
+
+
+@pytest.fixture
+def seeded():
+    """Random numbers of Keras that are the same in each test."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+
+
+@pytest.fixture
+def kept_policy():
+    """The dtype policy is afterwards what it was."""
+    import keras
+
+    before = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(before)

@@ -34,6 +34,11 @@ def join_sections(payloads, start=b"MRCL\x01"):
     return data
 
 
+def batch(shape, seed=0):
+    """Four random examples."""
+    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
+
+
 def posterior_of(specification, layout, **options):
     """A posterior, given options of it, of its specification and of its coder."""
     from tfmiracle.coding.minimal_random import MinimalRandomCoder

@@ -40,9 +40,7 @@ of_every_layer = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    keras.utils.set_random_seed(1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def class_of(name):

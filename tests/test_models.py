@@ -25,9 +25,7 @@ PARAMETERS = ["log_coding_scale", "tau", "quota_logits"]
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    keras.utils.set_random_seed(1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def sequential():

@@ -8,7 +8,7 @@ import pytest
 import reference_decoder2
 import tensorflow as tf
 from keras import layers
-from support import DEFAULTS, fix_all, run_python
+from support import DEFAULTS, batch, fix_all, run_python
 
 import tfmiracle
 from tfmiracle.codec import keras_json
@@ -44,10 +44,6 @@ def through_file(model, tmp_path, **kwargs):
     path = tmp_path / "net.miracle"
     to_file(model).write(path)
     return load(path, **kwargs)
-
-
-def batch(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
 
 
 def arrays(variables):
