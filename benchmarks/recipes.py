@@ -213,7 +213,7 @@ def run(name: str, seed: int, arguments) -> None:
     if arguments.dtype_policy:
         common["dtype_policy"] = arguments.dtype_policy
     made_with = flags = flags_of(variant, common)
-    command = ["-m", "tfmiracle.cli", "compress"]
+    command = ["-m", "tfmiracle", "compress"]
     if "alternative" in variant:
         command = [str(ALTERNATIVES), variant["alternative"]]
         made_with = [*flags, f"alternatives.py {variant['alternative']}"]

@@ -22,10 +22,12 @@ import numpy as np
 # checkpoint after every execution of the training loop.
 CHILD = """
 import os, signal, sys, threading
+import tensorflow as tf
 from tfmiracle import cli
 from tfmiracle.training import run
 
-writes, delay, *arguments = sys.argv[1:]
+eager, writes, delay, *arguments = sys.argv[1:]
+tf.config.run_functions_eagerly(eager == "True")
 left, write = int(writes), run.write_atomically
 
 def write_and_count(*args, **kwargs):
@@ -45,29 +47,38 @@ COMMANDS = {
     "compress": (
         "compress --data={0}.npz --model=digits_cnn --block_size=64 --block_bits=8 "
         "--rules=dense1/kernel:hash=64,conv2/kernel:hash=8 --batch_size=32 "
-        "--warmup_steps=60 --train_steps=200 --blocks_per_round=10 --finetune_steps=10 "
+        "--warmup_steps=10 --train_steps=20 --blocks_per_round=20 --finetune_steps=10 "
         "--keep_posterior --workdir={0}/work --output={0}/net.miracle --json",
         ["net.miracle", "net.posterior.npz"],
     ),
     "study": (
         "study --data={0}.npz --model=digits_cnn --block_sizes=64 --block_bits=8 "
         "--rules=dense1/kernel:hash=64,conv2/kernel:hash=8 --batch_size=32 --seeds=0 "
-        "--warmup_steps=30 --train_steps=100 --blocks_per_round=20 --finetune_steps=10 "
+        "--warmup_steps=10 --train_steps=20 --blocks_per_round=20 --finetune_steps=10 "
         "--parameterizations=mean_var --workdir={0}/work",
         [f"work/runs/mean_var_b64_s0.{kind}" for kind in ("miracle", "posterior.npz")],
     ),
 }
 
 
-def start(command: str, folder: pathlib.Path, writes: int = 0, delay: float = 0.0):
-    """Starts a run, which is killed some seconds after some files, if any."""
+def start(
+    command: str,
+    folder: pathlib.Path,
+    eager: bool,
+    writes: int = 0,
+    delay: float = 0.0,
+):
+    """Starts a run, which is killed some seconds after some files, if any.
+
+    Not compiled (`eager`), such a short run takes less time.
+    """
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(100, 4, 4)).astype("float32"), np.arange(100) % 3
     np.savez(folder.with_suffix(".npz"), x_train=x, y_train=y, x_test=x, y_test=y)
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(writes), str(delay)]
+            [sys.executable, "-c", CHILD, str(eager), str(writes), str(delay)]
             + COMMANDS[command][0].format(folder).split(),
             stdout=log,
             stderr=log,
@@ -87,6 +98,7 @@ def survive(
     folder: pathlib.Path,
     kills: int,
     rng: random.Random,
+    eager: bool = False,
 ) -> int:
     """Kills a run up to `kills` times, lets it end, and compares.
 
@@ -95,8 +107,9 @@ def survive(
     """
     for kill in range(kills + 1):
         last = kill == kills
-        writes, delay = rng.randint(1, 12), rng.uniform(0, 0.5)
-        status = start(command, folder, 0 if last else writes, delay).wait(timeout=1200)
+        writes, delay = rng.randint(1, 6), rng.uniform(0, 0.5)
+        process = start(command, folder, eager, 0 if last else writes, delay)
+        status = process.wait(timeout=1200)
         found = results(command, folder)
         for name, data in found.items():
             assert data == expected[name], f"{folder}/{name} is not as it should be"
@@ -107,9 +120,12 @@ def survive(
     raise AssertionError(f"{folder} was killed by something else")
 
 
-def unbroken(command: str, folder: pathlib.Path) -> dict[str, bytes]:
+def unbroken(
+    command: str, folder: pathlib.Path, eager: bool = False
+) -> dict[str, bytes]:
     """What a run ends with that nothing stops."""
-    assert start(command, folder).wait(timeout=1200) == 0, (folder / "log").read_text()
+    status = start(command, folder, eager).wait(timeout=1200)
+    assert status == 0, (folder / "log").read_text()
     return results(command, folder)
 
 

@@ -1,5 +1,6 @@
 """What several test modules need."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +13,6 @@ import zlib
 import numpy as np
 
 import tfmiracle
-from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,8 +34,14 @@ def join_sections(payloads, start=b"MRCL\x01"):
     return data
 
 
+def batch(shape, seed=0):
+    """Four random examples."""
+    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
+
+
 def posterior_of(specification, layout, **options):
     """A posterior, given options of it, of its specification and of its coder."""
+    from tfmiracle.coding.minimal_random import MinimalRandomCoder
 
     def take(cls):
         names = {field.name for field in dataclasses.fields(cls)} & options.keys()
@@ -44,6 +50,16 @@ def posterior_of(specification, layout, **options):
     made = specification(**take(specification))
     coder = MinimalRandomCoder(**take(MinimalRandomCoder))
     return made.posterior(layout, coder=coder, **options)
+
+
+@contextlib.contextmanager
+def own_classes(registry):
+    """What is registered meanwhile is forgotten in the end."""
+    before = dict(registry._classes)
+    try:
+        yield
+    finally:
+        registry._classes = before
 
 
 BLOCK = """

@@ -131,6 +131,14 @@ def interrupt(model):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("name", ["filepath", "record_path", "posterior_path"])
+def test_a_folder_is_no_file(tmp_path, name):
+    for folder in (".", "", tmp_path):
+        options = {"filepath": tmp_path / "net.miracle", name: folder}
+        with pytest.raises(IsADirectoryError, match="give the name of a file"):
+            CompressionCallback(**options)
+
+
 def test_one_path_for_two_files_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("record_path", "posterior_path"):
@@ -443,19 +451,10 @@ def test_a_file_that_appears_during_training_is_kept(tmp_path, quick):
     assert (tmp_path / "other.miracle").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"blocks_per_round": 0},
-        {"blocks_per_round": 1.5},
-        {"finetune_steps": -1},
-        {"train_steps": -1},
-    ],
-)
-def test_arguments_out_of_range(tmp_path, arguments):
-    (name,) = arguments
-    with pytest.raises(ValueError, match=f"`{name}` must be an integer"):
-        CompressionCallback(tmp_path / "net.miracle", **arguments)
+@pytest.mark.parametrize("name", ["overwrite", "architecture"])
+def test_switches_are_true_or_false(tmp_path, name):
+    with pytest.raises(ValueError, match=f"`{name}` must be True or False"):
+        CompressionCallback(tmp_path / "net.miracle", **{name: None})
 
 
 def test_help_tells_the_arguments():

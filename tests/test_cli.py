@@ -27,8 +27,6 @@ from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.training import compression
-from tfmiracle.training import run as run_module
 
 SIZES = {
     "file_bytes",
@@ -98,6 +96,7 @@ def made(tmp_path_factory):
     five = CodedPosterior([loc[:5]], [np.ones(5, np.float32)])
     five.write(folder / "five.posterior.npz")
     (folder / "not.miracle").write_bytes(b"something else")
+    (folder / "import.flags").write_text("--import=json\n")
     (folder / "bad.flags").write_text("--block_size=7\n--no_such_flag=1\n")
     return folder
 
@@ -135,14 +134,7 @@ QUICK = [
 ]
 
 
-@pytest.fixture
-def short(quick, monkeypatch):
-    """Training of as few steps as the flags say."""
-    for module in (compression, run_module):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
-
-
-def test_compress_and_evaluate_agree(made, tmp_path, short, run):
+def test_compress_and_evaluate_agree(made, tmp_path, few_steps, run):
     output = tmp_path / "out.miracle"
     result = run(
         "compress",
@@ -192,7 +184,7 @@ def test_compress_and_evaluate_agree(made, tmp_path, short, run):
     assert evaluated["error"] == pytest.approx(wrong)
 
 
-def test_a_built_in_network_is_trained_from_scratch(tmp_path, short, capsys):
+def test_a_built_in_network_is_trained_from_scratch(tmp_path, few_steps, capsys):
     rng = np.random.default_rng(0)
     x, y = rng.random((30, 4, 4)).astype(np.float32), np.arange(30) % 2
     np.savez(tmp_path / "tiny.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
@@ -237,7 +229,7 @@ def compressed(tmp_path, net, x, y, **sets):
     ]
 
 
-def test_sequences_and_one_hot_labels(tmp_path, short, run):
+def test_sequences_and_one_hot_labels(tmp_path, few_steps, run):
     rng, y = np.random.default_rng(0), np.arange(30) % 3
     net = keras.Sequential(
         [layers.Input((4, 2)), layers.Conv1D(3, 2), layers.Flatten(), layers.Dense(3)]
@@ -249,7 +241,7 @@ def test_sequences_and_one_hot_labels(tmp_path, short, run):
     assert pruned["accuracy"][0] == pytest.approx(1 - result["error"])
 
 
-def test_token_ids_and_a_sigmoid_unit(tmp_path, short, run, capsys):
+def test_token_ids_and_a_sigmoid_unit(tmp_path, few_steps, run, capsys):
     ids = np.arange(120, dtype=np.uint8).reshape(30, 4)
     net = keras.Sequential(
         [
@@ -271,7 +263,7 @@ def test_token_ids_and_a_sigmoid_unit(tmp_path, short, run, capsys):
     assert err.endswith("y_test: outputs above 0.5 count as class 1\n")
 
 
-def test_values_to_predict(tmp_path, short, run, capsys):
+def test_values_to_predict(tmp_path, few_steps, run, capsys):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 4)), rng.normal(size=30)
     net = keras.Sequential([layers.Input((4,)), layers.Dense(1)])
@@ -299,11 +291,15 @@ def test_values_to_predict(tmp_path, short, run, capsys):
     assert "50.0% pruned: mean squared error " in capsys.readouterr().out
 
 
-def test_a_pipe_gets_plain_lines(made, tmp_path, short, capsys):
+def test_a_pipe_gets_plain_lines(made, tmp_path, few_steps, capsys):
     arguments = [f"--data={made / 'data.npz'}", f"--model={made / 'net.keras'}"]
     output = f"--output={tmp_path / 'out.miracle'}"
     steps = ["--train_steps=40", "--warmup_steps=3", "--block_size=9"]
-    assert cli.main(["compress", *arguments, output, *QUICK, *steps]) == 0
+    other = ["--noarchitecture", "--record"]
+    assert cli.main(["compress", *arguments, output, *QUICK, *steps, *other]) == 0
+    assert MiracleFile.read(tmp_path / "out.miracle").architecture is None
+    made_with = json.loads((tmp_path / "out.record.json").read_text())
+    assert made_with["recipe"]["train_steps"] == 40
     err = capsys.readouterr().err
     assert all(line.isprintable() for line in err.splitlines())
     assert err.count("Deterministic training:") == 3
@@ -369,7 +365,8 @@ def test_info_of_files_with_any_metadata(tmp_path, run, capsys):
         assert result["metadata"] == metadata
         assert result["weights"] == result["payload_bytes"] == 0
         assert cli.main(["info", str(path)]) == 0
-        assert "\x1b" not in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and out.rstrip()[-2:] != "{}"
 
 
 def test_info_of_several_groups(run):
@@ -613,6 +610,9 @@ BAD = {
     "nothing held out": "{compress} --validation_fraction=1e-9",
     "all held out": "{compress} --validation_fraction=1",
     "missing flag file": "{compress} --flagfile={made}/none.flags",
+    "an import in a file": "info {made}/net.miracle --flagfile={made}/import.flags",
+    "an import without =": "info {made}/net.miracle --import json",
+    "a module that is not there": "info {made}/net.miracle --import=no.such_module",
     "unknown flag in a file": "{compress} --flagfile={made}/bad.flags",
 }
 
@@ -650,7 +650,7 @@ def test_an_option_of_another_parameterization_is_warned_of(made, tmp_path, capf
 def test_a_pipe_that_nobody_reads(made, options):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tfmiracle.cli", "info", made / "net.miracle"]
+    command = [sys.executable, "-m", "tfmiracle", "info", made / "net.miracle"]
     ended = subprocess.run([*command, *options], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, b"")

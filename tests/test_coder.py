@@ -430,23 +430,6 @@ def test_no_blocks():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"block_bits": -1}, "integer from 0 to 28.*block_bits=-1"),
-        ({"block_bits": 29}, "integer from 0 to 28.*block_bits=29"),
-        ({"block_bits": True}, "must be an integer.*block_bits=True"),
-        ({"block_bits": 2.5}, r"must be an integer.*block_bits=2\.5"),
-        ({"seed": -1}, r"`seed` .* from 0 to 2\*\*64 - 1.* seed=-1"),
-        ({"codebook": "own"}, r"one of \('per_block', 'shared'\).*codebook='own'"),
-        ({"selection": "best"}, r"one of \('sample', 'largest_weight'\).*'best'"),
-    ],
-)
-def test_bad_coders(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        MinimalRandomCoder(**{"block_bits": 3, "seed": 0, **arguments})
-
-
-@pytest.mark.parametrize(
     "blocks, loc, log_scale, message",
     [
         ([[0]], [[0]], [[0]], r"blocks has shape \(1, 1\); pass a vector"),

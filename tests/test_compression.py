@@ -13,20 +13,29 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import CONFIGS, fix_all
+from support import CONFIGS, fix_all, own_classes
 
 import tfmiracle
 from tfmiracle import PAPER, Recipe, cli
+from tfmiracle.coding.coder import CODERS
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.datasets import load_dataset
 from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.hosts.network import to_file
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, MeanKL, MeanVar
+from tfmiracle.posteriors.parameterization import (
+    PARAMETERIZATIONS,
+    Deterministic,
+    MeanKL,
+    MeanVar,
+)
 from tfmiracle.recipe import PAPER_MEAN_VAR
-from tfmiracle.training import coding_loop, compression, run
+from tfmiracle.training import coding_loop
 from tfmiracle.training.data import shifted, training_batches
+from tfmiracle.training.objective import describe
+from tfmiracle.training.run import PHASES
 from tfmiracle.training.size import recipe_for, target_bytes
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -64,10 +73,8 @@ def small_net(units=40, normalized=True):
 
 
 @pytest.fixture
-def short(quick, monkeypatch):
+def short(few_steps):
     """Runs of three steps."""
-    for module in (compression, run):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
     return dataclasses.replace(FAST, train_steps=2, finetune_steps=1)
 
 
@@ -425,6 +432,18 @@ def test_bad_arguments_are_refused(tmp_path):
     refused("must be a Keras model", net="net.keras", loss="mse", tmp_path=tmp_path)
     refused("`validation_data` must", validation_data=3, tmp_path=tmp_path)
     refused("`rules` must be a dict", rules="*/bias", tmp_path=tmp_path)
+    for name in ("distill", "keep_posterior", "architecture", "record", "overwrite"):
+        message = f"`{name}` must be True or False. Received: {name}='x.json'"
+        refused(message, **{name: "x.json"}, tmp_path=tmp_path)
+    for folder in (".", "", tmp_path):
+        for options in ({}, {"record": True}, {"workdir": tmp_path / "run"}):
+            refused(
+                "is a folder; give the name of a file",
+                path=folder,
+                error=IsADirectoryError,
+                tmp_path=tmp_path,
+                **options,
+            )
     none = tmp_path / "none" / "net.miracle"
     refused("not exist", path=none, error=FileNotFoundError, tmp_path=tmp_path)
 
@@ -489,12 +508,12 @@ def test_descriptions_of_losses_and_metrics_are_the_same_in_every_process():
         metrics = [keras.metrics.MeanSquaredError(), "mae", lambda y, p: p]
         return [Plain(2.0), {"a": LOSS, "b": squares}, Plain(1.0).bound, *metrics, None]
 
-    first, again = compression._description(made()), compression._description(made())
+    first, again = describe(made()), describe(made())
     text = json.dumps(first)
     assert first == again and "0x" not in text
     assert "test_compression.Plain" in text and "from_logits" in text
     hard, soft = (keras.losses.BinaryCrossentropy(from_logits=b) for b in (0, 1))
-    assert compression._description(hard) != compression._description(soft)
+    assert describe(hard) != describe(soft)
 
 
 def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short):
@@ -515,7 +534,7 @@ def test_l2_is_in_the_loss_of_all_training_and_of_no_evaluation(tmp_path, short)
         {row["phase"]: row["loss"] for row in result.curve} for result in results
     )
     assert all(penalized[phase] > 100 * plain[phase] for phase in plain)
-    assert set(plain) == set(run.PHASES)
+    assert set(plain) == set(PHASES)
     for stages in zip(*(result.stages.values() for result in results), strict=True):
         assert stages[1]["loss"] < 10 * stages[0]["loss"]
 
@@ -822,7 +841,7 @@ def test_shifts_go_on_from_any_step_and_differ_between_phases():
 
     same = (x[:1], x[:1, 0, 0, 0])
     batches = shifted(training_batches(same, recipe), recipe)
-    phases = [list(batches(phase, 0).take(6)) for phase in run.PHASES]
+    phases = [list(batches(phase, 0).take(6)) for phase in PHASES]
     assert len({np.stack([b for b, _ in taken]).tobytes() for taken in phases}) == 3
 
 
@@ -838,39 +857,6 @@ def test_few_examples_fill_a_batch_over_and_over():
 
 
 # Settings.
-
-
-@pytest.mark.parametrize(
-    "name, bad",
-    [
-        ("block_size", [0, -3]),
-        ("batch_size", [0]),
-        ("max_shift", [-1, 1.0]),
-        ("blocks_per_round", [0]),
-        ("warmup_steps", [-1]),
-        ("train_steps", [-1]),
-        ("finetune_steps", [-1]),
-        ("learning_rate", [0.0, -1.0, np.nan, np.inf]),
-        ("warmup_learning_rate", [0.0, np.nan]),
-        ("finetune_learning_rate", [0.0, np.nan]),
-        ("log_scale_rate", [0.0, np.inf]),
-        ("log_scale", [np.nan, np.inf]),
-        ("warm_log_scale", [np.nan, np.inf]),
-        ("l2", [-1.0, np.nan, np.inf]),
-        ("parameterization", ["deterministic", "mean", None]),
-        ("kl_bits", [-1.0, np.nan, np.inf]),
-        ("block_bits", [-1, 29, 8.5]),
-        ("codebook", ["sobol", None]),
-        ("selection", ["best", None]),
-        ("decay", ["linear"]),
-        ("coder", ["huffman", None, 3]),
-        ("seed", [-1, 2**64, 0.5]),
-    ],
-)
-def test_recipes_out_of_range(name, bad):
-    for value in bad:
-        with pytest.raises(ValueError, match=name):
-            Recipe(**{name: value})
 
 
 def test_changes_are_what_differs_from_the_defaults():
@@ -910,6 +896,25 @@ def test_specifications_by_name_class_or_object():
         assert Recipe(parameterization=name) == Recipe(parameterization=MeanVar())
     config = PARAMETERIZATIONS.serialize(MeanVar(beta=1e-4))
     assert Recipe(parameterization=config).parameterization == MeanVar(beta=1e-4)
+    for config in ({"gamma": 1}, {2: 3}, None):
+        with pytest.raises(ValueError, match=r"options of .*'mean_var' are log_"):
+            Recipe(parameterization={"name": "mean_var", "config": config})
+    for name in ("deterministic", "mean_kurtosis", Deterministic()):
+        with pytest.raises(ValueError, match=r"codable=True .*: mean_kl, mean_var\. "):
+            Recipe(parameterization=name)
+
+
+def test_an_option_that_is_missing_is_named():
+    with own_classes(CODERS):
+
+        @CODERS.register
+        @dataclasses.dataclass(frozen=True)
+        class Needy(MinimalRandomCoder):
+            identifier = "needy"
+            size: int = dataclasses.field(kw_only=True)
+
+        with pytest.raises(ValueError, match=r"missing a required .*'size'"):
+            CODERS.get("needy")
 
 
 def test_the_budget_falls_in_the_first_half():
@@ -957,7 +962,7 @@ def flags_of(path):
     cli.COMMANDS["compress"].define(values)
     rest = values(["tfmiracle", f"--flagfile={path}"])
     assert rest == ["tfmiracle"]
-    return values, cli._recipe(values)
+    return values, cli.recipe_of(values)
 
 
 COMPRESS = [p for p in sorted(CONFIGS.glob("*.flags")) if "table" not in p.stem]
@@ -968,7 +973,7 @@ def test_configurations_are_valid(path):
     values, recipe = flags_of(path)
     assert values.output is None
     assert values.model in ("lenet5", "digits_cnn")
-    cli._rules(values.rules)
+    cli.rules_of(values)
     assert recipe.train_steps > 0
     if values.target is not None:
         target_bytes(values.target, 10_000)
@@ -979,7 +984,7 @@ def test_configurations_of_the_paper(block_size):
     values, recipe = flags_of(CONFIGS / f"lenet5_mnist_b{block_size}.flags")
     assert recipe == dataclasses.replace(PAPER, block_size=block_size)
     assert values.model == "lenet5"
-    assert cli._rules(values.rules) == {
+    assert cli.rules_of(values) == {
         "conv2/kernel": "hash=2",
         "dense1/kernel": "hash=64",
     }

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from support import fix_all
+from support import batch, fix_all
 
 import tfmiracle
 from tfmiracle import load
@@ -19,11 +19,6 @@ from tfmiracle.hosts.network import (
     to_file,
 )
 from tfmiracle.keras_internals import walk
-
-
-def batch(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
-
 
 # Posteriors inside other models.
 

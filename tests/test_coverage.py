@@ -23,6 +23,7 @@ from tfmiracle.decoder import decode
 from tfmiracle.hosts.loading import to_network
 from tfmiracle.hosts.models import plain_weights
 from tfmiracle.hosts.network import to_file
+from tfmiracle.keras_internals import children, walk
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
@@ -912,10 +913,7 @@ def train(net, x):
     still = [v.path for v, d in zip(model.coded_variables, moved) if not np.any(d)]
     require(not still, f"no gradient reaches {', '.join(still)}")
     asleep = {
-        id(v)
-        for layer in net._flatten_layers()
-        if not layer.trainable
-        for v in layer.weights
+        id(v) for layer in walk(net) if not layer.trainable for v in layer.weights
     }
     for v, value in zip(net.weights, before):
         kept = id(v) not in asleep or same_bits(value, arrays([v])[0])
@@ -936,9 +934,9 @@ def anatomy(model):
     """What `summary` shows, without names."""
     return [
         (type(part), part.dtype_policy.name, part.count_params())
-        + (() if part._layers else (part.trainable,))
-        for part in model._flatten_layers(include_self=False)
-        if not isinstance(part, layers.InputLayer)
+        + (() if children(part) else (part.trainable,))
+        for part in walk(model)
+        if part is not model and not isinstance(part, layers.InputLayer)
     ]
 
 

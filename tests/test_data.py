@@ -11,8 +11,9 @@ from keras import layers
 import tfmiracle
 from tfmiracle import Recipe
 from tfmiracle.hosts.models import WholeBatches, fixed_batch
-from tfmiracle.training import compression, run
 from tfmiracle.training.data import read_data, training_batches
+from tfmiracle.training.objective import adds_losses
+from tfmiracle.training.run import PHASES
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 Y = np.argmax(X[:, :3], 1)
@@ -32,13 +33,6 @@ def net(loss=LOSS):
     model = keras.Sequential([layers.Input((4,)), layers.Dense(3)])
     model.compile(loss=loss)
     return model
-
-
-@pytest.fixture
-def short(quick, monkeypatch):
-    """Runs of a few steps."""
-    for module in (compression, run):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
 
 
 def compressed(tmp_path, model, data, recipe=FEW, **options):
@@ -215,7 +209,7 @@ def test_batches_of_different_shapes():
 def test_a_generator_that_goes_on_where_it_was():
     data = read_data("data", generated(X, Y), net(), once=True)
     batches = training_batches(data, FEW)
-    seen = [batches(phase, 0).take(2) for phase in run.PHASES]
+    seen = [batches(phase, 0).take(2) for phase in PHASES]
     seen = np.concatenate([x for phase in seen for x, _ in phase])
     np.testing.assert_array_equal(seen, np.concatenate([X, X])[:48])
 
@@ -258,7 +252,7 @@ def test_batches_that_come_only_once_or_never_end():
 
 
 @pytest.mark.parametrize("make", [Numbered, generated])
-def test_runs_with_batches_of_every_kind(tmp_path, short, make):
+def test_runs_with_batches_of_every_kind(tmp_path, few_steps, make):
     options = {} if make is generated else {"validation_data": make(X, Y)}
     result = compressed(tmp_path, net(), make(X, Y), **options)
     assert len(result.stages) == (0 if make is generated else 4)
@@ -267,7 +261,7 @@ def test_runs_with_batches_of_every_kind(tmp_path, short, make):
         assert result.stages["decoded"]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_a_generator_that_ends_too_soon(tmp_path, short):
+def test_a_generator_that_ends_too_soon(tmp_path, few_steps):
     few = (batch for batch in [(X, Y)] * 2)
     with (
         pytest.warns(UserWarning, match="ran out of data"),
@@ -276,7 +270,7 @@ def test_a_generator_that_ends_too_soon(tmp_path, short):
         compressed(tmp_path, net(), few)
 
 
-def test_a_generator_can_be_distilled(tmp_path, short):
+def test_a_generator_can_be_distilled(tmp_path, few_steps):
     compressed(tmp_path, net(), generated(X), distill=True)
 
 
@@ -292,7 +286,7 @@ def test_a_generator_is_refused_where_it_is_needed_twice(tmp_path, option):
 
 
 @pytest.mark.parametrize("make", [lambda *data: data, Numbered])
-def test_weights_of_classes(tmp_path, short, make):
+def test_weights_of_classes(tmp_path, few_steps, make):
     """As those of the examples do, in training only."""
 
     def losses(name, data, **options):
@@ -371,7 +365,7 @@ def autoencoder():
     [(X, None), (X,), X.tolist(), "dataset of x"],
     ids=lambda data: type(data).__name__,
 )
-def test_losses_of_the_network_alone(tmp_path, short, make, data):
+def test_losses_of_the_network_alone(tmp_path, few_steps, make, data):
     keras.utils.set_random_seed(1)
     model = make()
     model.compile("adam")
@@ -388,7 +382,7 @@ def test_looking_for_losses_changes_nothing():
     parts = [layers.BatchNormalization(), layers.Dropout(0.5), Penalized(3)]
     model = keras.Sequential([layers.Input((4,)), *parts])
     before = [v.numpy() for v in model.variables]
-    assert compression._adds_losses(model, X)
+    assert adds_losses(model, X)
     for v, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(v, value)
     assert model.losses == []
@@ -455,7 +449,7 @@ def test_the_batch_that_a_network_is_fixed_to(make):
         (subclassed, 21, False),
     ],
 )
-def test_networks_of_a_fixed_batch(tmp_path, short, make, count, distill):
+def test_networks_of_a_fixed_batch(tmp_path, few_steps, make, count, distill):
     keras.utils.set_random_seed(1)
     model = make()
     x = X[:count] if make is functional else X[:count, :, np.newaxis]

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from absl import flags
-from support import ROOT, run_python
+from support import ROOT, own_classes, run_python
 
 import tfmiracle
 from tfmiracle import cli
@@ -141,9 +141,14 @@ def test_bad_options_of_an_own_parameterization(page):
         page["FixedRatio"](log_ratio=np.inf)
 
 
-def test_flags_of_own_parameterizations(monkeypatch, capsys):
+@pytest.fixture
+def parameterizations():
+    with own_classes(PARAMETERIZATIONS):
+        yield
+
+
+def test_flags_of_own_parameterizations(parameterizations, capsys):
     """Also of plain classes, and of two that call their options alike."""
-    monkeypatch.setattr(PARAMETERIZATIONS, "_classes", dict(PARAMETERIZATIONS._classes))
 
     @PARAMETERIZATIONS.register
     class Plain(Parameterization):
@@ -165,4 +170,42 @@ def test_flags_of_own_parameterizations(monkeypatch, capsys):
     values = flags.FlagValues()
     cli.COMMANDS["compress"].define(values)
     values(["tfmiracle", "--parameterization=other", "--gain=3"])
-    assert cli._recipe(values).parameterization == Other(beta=0.5, gain=3.0)
+    assert cli.recipe_of(values).parameterization == Other(beta=0.5, gain=3.0)
+
+
+MAIN = """
+sys.path[:] = [folder for folder in sys.path if folder]  # as for a script elsewhere
+from tfmiracle.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_module_on_the_command_line(page, tmp_path, eager, monkeypatch):
+    path = tmp_path / "net.miracle"
+    compressed(path, coder=page["ScalarCoder"]())
+    coder, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (tmp_path / "mine.py").write_text(coder + "print('mine')\n")
+    (tmp_path / "other.py").write_text(OTHER)
+    monkeypatch.chdir(tmp_path)
+    without = ["keras", "tensorflow"]
+    alone = run_python(MAIN, "info", path, without=without)
+    assert alone.returncode == 2 and "'scalar', which is not registered" in alone.stderr
+    modules = "--import=mine", "--import=other"
+    process = run_python(MAIN, "info", path, "--json", *modules, without=without)
+    assert process.stderr == "mine\n"
+    assert json.loads(process.stdout)["code"] == "scalar"
+    process = run_python(MAIN, "compress", "--help", *modules, without=without)
+    assert "--gain" in process.stdout
+
+
+OTHER = """
+from tfmiracle.options import option, options
+from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
+
+@PARAMETERIZATIONS.register
+@options
+class Other(Parameterization):
+    identifier = "other"
+    gain: float = option(2.0, "how much.")
+    posterior = None
+"""

@@ -40,9 +40,7 @@ of_every_layer = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    keras.utils.set_random_seed(1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def class_of(name):
@@ -624,26 +622,6 @@ def test_embeddings_are_not_compiled_for_each_length(monkeypatch):
 
 
 # Errors.
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"block_size": 0}, "`block_size`.*=0"),
-        ({"block_bits": 40}, "`block_bits`.*=40"),
-        ({"kl_bits": -2}, "`kl_bits`.*=-2"),
-        ({"codebook": "other"}, "`codebook`.*'other'"),
-        ({"log_scale": math.nan}, "`log_scale`.*=nan"),
-        ({"parameterization": "mine"}, "`parameterization`.*'mine'"),
-        ({"coder": "mine"}, "`coder`.*'mine'"),
-        ({"prior": "mine"}, "`prior`.*'mine'"),
-        ({"log_scale_rate": -1}, "`log_scale_rate`.*=-1"),
-        ({"seed": -1}, "`seed`.*=-1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        tfmiracle.MeanKLDense(2, **options)  # as Keras does, before it is built
 
 
 def test_before_it_is_built():

@@ -205,7 +205,7 @@ def test_refusals_name_what_is_refused():
 def test_what_is_allowed_is_what_keras_finds_by_its_name():
     retrieve = keras.src.saving.serialization_lib._retrieve_class_or_fn
     missing = set()
-    for (module, name), cls in allowed._classes().items():
+    for (module, name), cls in allowed.classes().items():
         try:
             assert retrieve(name, None, module, "class", {}) is cls
         except ValueError as error:  # a name that Keras does not write
@@ -217,7 +217,7 @@ def test_what_is_allowed_is_what_keras_finds_by_its_name():
 
 
 def test_parts_of_networks_are_allowed():
-    names = {name for _, name in allowed._classes()}
+    names = {name for _, name in allowed.classes()}
     parts = "AbsMaxQuantizer Dense DTypePolicy Functional L2 LSTMCell MaxNorm Zeros"
     assert {*parts.split(), "SeedGenerator", "Sequential"} < names
     other = "Accuracy Adam Cond FeatureSpace FlaxLayer JaxLayer Map Switch TFSMLayer"

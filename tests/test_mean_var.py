@@ -28,9 +28,9 @@ def posterior(seed=0, **options):
         MeanVar, WeightLayout(VARIABLES, 5, seed), **{"log_stddev_rate": 1.0, **options}
     )
     rng = np.random.default_rng(seed)
-    made.p._raw_log_scale.assign([-0.5, 0.3])
+    made.p.start(None, False, [-0.5, 0.3], 0.0)
     made.loc.assign(rng.normal(size=made.block_shape))
-    made._log_stddev.assign(rng.normal(-1, 0.5, made.block_shape))
+    made.log_stddev.assign(rng.normal(-1, 0.5, made.block_shape))
     return made
 
 
@@ -39,13 +39,13 @@ def test_q_is_what_the_parameters_say(eager):
     loc, scale = q.loc_and_scale()
     layout = q.layout
     np.testing.assert_allclose(loc, layout.to_effective(q.loc.numpy()), rtol=1e-6)
-    stddev = np.exp(layout.to_effective(q._log_stddev.numpy()))
+    stddev = np.exp(layout.to_effective(q.log_stddev.numpy()))
     np.testing.assert_allclose(scale, stddev, rtol=2e-6)
     # KL of a block, from TFP in float64.
     rho = np.exp(np.array([-0.5, 0.3]))[layout.scale_index_of_slot()]
     kl = tfp.distributions.kl_divergence(
         tfp.distributions.Normal(
-            q.loc.numpy().astype(float), np.exp(q._log_stddev.numpy().astype(float))
+            q.loc.numpy().astype(float), np.exp(q.log_stddev.numpy().astype(float))
         ),
         tfp.distributions.Normal(tf.zeros_like(rho), rho),
     )
@@ -81,7 +81,7 @@ def test_the_penalty_is_beta_times_kl(mode, request):
     # d KL / d mu = mu / rho^2,  d KL / d log sigma = sigma^2 / rho^2 - 1.
     variance = np.exp(2 * np.array([-0.5, 0.3]))[q.layout.scale_index_of_slot()]
     mask, row = q.layout.mask(), beta[:, None]
-    ratio = np.exp(2 * q._log_stddev.numpy()) / variance
+    ratio = np.exp(2 * q.log_stddev.numpy()) / variance
     by_name = dict(zip((v.name for v in q.trainable_variables), gradient, strict=True))
     np.testing.assert_allclose(
         by_name["loc"], mask * row * q.loc.numpy() / variance, rtol=1e-5, atol=1e-6
@@ -120,7 +120,7 @@ def test_fixed_blocks_leave_the_penalty_and_keep_their_q(eager):
         q(training=True)
         (penalty,) = q.losses
     np.testing.assert_allclose(penalty, 0.5 * (kl[0] + kl[2]), rtol=1e-5)
-    for gradient in tape.gradient(penalty, [q.loc.value, q._log_stddev.value]):
+    for gradient in tape.gradient(penalty, [q.loc.value, q.log_stddev.value]):
         np.testing.assert_array_equal(gradient.numpy()[[1, 3]], 0)
     assert np.all((q.beta.numpy() == 0.5) == [False, True, False, True])
     # Whatever an optimizer still does to their parameters.
@@ -148,8 +148,8 @@ finite = st.one_of(
 def test_finite_parameters_give_finite_numbers(loc, log_stddev, log_rho, beta):
     q = posterior_of(MeanVar, WeightLayout(VARIABLES, 5, 0), beta=beta)
     q.loc.assign(np.resize(np.array(loc, np.float32), q.block_shape))
-    q._log_stddev.assign(np.resize(np.array(log_stddev, np.float32), q.block_shape))
-    q.p._raw_log_scale.assign(log_rho)
+    q.log_stddev.assign(np.resize(np.array(log_stddev, np.float32), q.block_shape))
+    q.p.start(None, False, log_rho, 0.0)
     tf.config.run_functions_eagerly(True)
     try:
         with tf.GradientTape() as tape:
@@ -161,15 +161,6 @@ def test_finite_parameters_give_finite_numbers(loc, log_stddev, log_rho, beta):
     for tensor in (*values, total, *gradients, q.beta, q.block_kl()):
         assert np.all(np.isfinite(tensor))
     assert np.all(q.block_kl() >= 0) and np.all(q.beta.numpy() > 0)
-
-
-@pytest.mark.parametrize(
-    "options", [{"kl_bits": -1}, {"kl_bits": math.inf}, {"log_scale_rate": 0}]
-)
-def test_bad_options(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"`{name}` must be"):
-        posterior_of(MeanVar, WeightLayout(VARIABLES, 5, 0), **options)
 
 
 # In hosts.
@@ -222,7 +213,8 @@ def test_fit_brings_the_kl_to_the_budget(make, tmp_path):
     posteriors = [p for p, _ in find_posteriors(model)]
     start = np.concatenate([p.block_kl() for p in posteriors]) / LN2
     assert np.mean(start) > 30
-    model.fit(*data(), batch_size=16, epochs=120, verbose=0)
+    many = (np.repeat(part, 20, axis=0) for part in data())  # epochs take long
+    model.fit(*many, batch_size=16, epochs=6, verbose=0)
     kl = np.concatenate([p.block_kl() for p in posteriors]) / LN2
     assert np.all((kl > 5) & (kl < 15))
     loss, accuracy = model.evaluate(*data(), verbose=0)

@@ -24,7 +24,7 @@ from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import CODEBOOKS, normal_quantiles
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.decoder import decode
-from tfmiracle.files import check_folder, check_output, write_atomically
+from tfmiracle.files import beside, check_folder, check_output, write_atomically
 from tfmiracle.miracle_file import (
     STORED_DTYPES,
     CodedGroup,
@@ -796,3 +796,10 @@ def test_folders_that_cannot_be_written_to(tmp_path, monkeypatch):
         check_folder(tmp_path / "new")
     with pytest.raises(PermissionError, match="cannot be written to"):
         check_output(tmp_path / "new")
+
+
+def test_what_is_beside_a_file_is_of_that_file_alone():
+    names = ["net-0.1", "net-0.2", "net-0.3.miracle", "run.miracle.old", "net.h5"]
+    found = {beside(f"a.b/{name}", ".record.json").as_posix() for name in names}
+    assert len(found) == len(names)
+    assert {"a.b/net-0.1.record.json", "a.b/net-0.3.record.json"} < found

@@ -8,7 +8,7 @@ import pytest
 import reference_decoder2
 import tensorflow as tf
 from keras import layers
-from support import DEFAULTS, fix_all, run_python
+from support import DEFAULTS, batch, fix_all, run_python
 
 import tfmiracle
 from tfmiracle.codec import keras_json
@@ -22,8 +22,8 @@ from tfmiracle.hosts.network import (
     round_stored,
     to_file,
 )
+from tfmiracle.keras_internals import walk
 from tfmiracle.miracle_file import FileFormatError, Levels, MiracleFile
-from tfmiracle.training import compression
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -44,10 +44,6 @@ def through_file(model, tmp_path, **kwargs):
     path = tmp_path / "net.miracle"
     to_file(model).write(path)
     return load(path, **kwargs)
-
-
-def batch(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
 
 
 def arrays(variables):
@@ -87,7 +83,7 @@ def test_variational_layers_become_those_of_keras():
     for word in ("tfmiracle", "MeanKL", "block_size", "codebook", "log_scale"):
         assert word not in text
     plain = build_network(architecture)
-    types = [type(layer) for layer in plain._flatten_layers(include_self=False)]
+    types = [type(layer) for layer in walk(plain) if layer is not plain]
     for layer in (layers.Conv2D, layers.SeparableConv2D, layers.Dense):
         assert layer in types
     assert all(t.__module__.startswith("keras.") for t in types)
@@ -216,7 +212,7 @@ def test_an_adapted_normalization_is_decoded(tmp_path, eager):
     model = fix_all(variational(net))
     loaded = to_network(decode(to_file(model)))
     np.testing.assert_allclose(loaded(x), model(x), rtol=1e-4, atol=1e-5)
-    copy = compression._copy(net, 0, x)
+    copy = check_network(net, x)
     np.testing.assert_allclose(copy(x), net(x), rtol=1e-4, atol=1e-5)
 
 

@@ -94,7 +94,7 @@ def test_no_finite_parameter_breaks_the_budget(numbers, log_scale, kl, size, rat
     numbers = np.resize(np.array(numbers, np.float32), (2, *posterior.block_shape))
     posterior.tau.assign(numbers[0])
     posterior.quota_logits.assign(numbers[1])
-    posterior.p._raw_log_scale.assign(log_scale[:2])
+    posterior.p.start(None, False, log_scale[:2], 0.0)
     np.testing.assert_allclose(posterior.block_kl(), kl * LN2, rtol=2e-6)
     assert posterior.block_kl().shape == [posterior.layout.num_blocks]
     assert np.all(np.isfinite(posterior.coding_scale) & (posterior.coding_scale > 0))
@@ -339,7 +339,7 @@ def test_the_start_does_not_depend_on_how_many_are_computed_at_a_time(
         monkeypatch.setattr(posterior_module, "_INITIALIZED", count)
         made = posterior_of(parameterization, layout())
         made.initialize(random_values(), warm=True)
-        parameters = [p.numpy().ravel() for p in made._parameters()]
+        parameters = [p.numpy().ravel() for p in made.trainable_weights]
         starts.append(np.concatenate(parameters))
     for other in starts[1:]:
         np.testing.assert_array_equal(other, starts[0])
@@ -743,48 +743,6 @@ def test_posterior_over_keras_variables():
     groups = ["a", "a", "a", "b"]
     posterior = posterior_over(variables, block_size=5, seed=3, scale_groups=groups)
     assert [v.scale_index for v in posterior.layout.variables] == [0, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"parameterization": "mean_std"}, "`parameterization`.*deterministic.*mean_s"),
-        ({"hash_factors": [0, 1, 1, 1]}, "`hash_factor`.* 0"),
-        ({"block_size": 0}, "`block_size`.* 0"),
-        ({"seed": -1}, "`seed`.*=-1"),
-        ({"seed": 2**64}, f"`seed`.*={2**64}"),
-        ({"kl_bits": -1.0}, "`kl_bits`.*kl_bits=-1.0"),
-        ({"kl_bits": math.nan}, "kl_bits=nan"),
-        ({"kl_bits": math.inf}, "kl_bits=inf"),
-        ({"log_scale_rate": -1.0}, "log_scale_rate=-1.0"),
-        ({"log_scale": math.nan}, "`log_scale`.*log_scale=nan"),
-        ({"log_scale": math.inf}, "log_scale=inf"),
-    ],
-)  # fmt: skip
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        posterior_over(keras_variables(), **{"block_size": 5, "seed": 0, **options})
-
-
-@pytest.mark.parametrize(
-    "specification, options",
-    [
-        (MeanKL, {"quota_rate": 0.0}),
-        (MeanKL, {"quota_rate": math.nan}),
-        (MeanKL, {"initial_budget": 0.5}),
-        (MeanKL, {"initial_budget": math.nan}),
-        (MeanKL, {"annealing_steps": 0}),
-        (MeanVar, {"log_stddev": math.nan}),
-        (MeanVar, {"log_stddev_rate": 0.0}),
-        (MeanVar, {"beta": 0.0}),
-        (MeanVar, {"beta": math.inf}),
-        (MeanVar, {"beta_rate": -1.0}),
-    ],
-)
-def test_bad_options_of_a_parameterization(specification, options):
-    ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"`{name}` must be.*{name}={value}"):
-        specification(**options)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

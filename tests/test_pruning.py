@@ -113,6 +113,18 @@ def test_uniform_orders_are_permutations_by_seed(name):
     assert np.sum((counts - expected) ** 2 / expected) < 90
 
 
+def test_a_path_or_bytes_will_do(tmp_path):
+    file, path = FILES["grouped"], tmp_path / "net.miracle"
+    file.write(path)
+    (expected,) = pruned_networks(file, "magnitude", [0.5])
+    for source in (path, str(path), path.read_bytes()):
+        (found,) = pruned_networks(source, "magnitude", [0.5])
+        for name, value in expected.weights.items():
+            np.testing.assert_array_equal(found.weights[name], value)
+    with pytest.raises(ValueError, match=r"must be a CodedPosterior.*read it with"):
+        next(pruned_networks(path, "kl", [0.5], "net.posterior.npz"))
+
+
 @CHECKS
 @given(
     st.sampled_from(sorted(FILES)),
@@ -196,7 +208,7 @@ def test_accuracy():
     "options, message",
     [
         ({"strategy": "random"}, "`strategy` must be one of .*'random'"),
-        ({"strategy": "kl"}, "`posterior` is missing"),
+        ({"strategy": "kl"}, "`posterior` must be"),
         (
             {"strategy": "kl", "posterior": random_posterior([5])},
             "not that of the file",

@@ -105,7 +105,7 @@ def test_table1_is_exact(tmp_path):
     for key in ("payload_ratio", "decoded_error_percent", "train_steps", "total_steps"):
         assert missing[key] is None
 
-    text = report._markdown(*report._table1_text(records, cells))
+    text = report.markdown(*report.table1_text(records, cells))
     table, notes = text.split("\n\n", 1)
     assert table.split("\n") == [
         "| Block size | Ratio | Mean-Var, % | n | Mean-Var, paper, % "
@@ -126,7 +126,7 @@ def test_table1_is_exact(tmp_path):
     )
     assert "Blocks coded with more KL than their budget + 1 %: none." in notes
 
-    rows = list(csv.DictReader(io.StringIO(report._csv(cells))))
+    rows = list(csv.DictReader(io.StringIO(report.csv_text(cells))))
     assert len(rows) == 6
     row = rows[1]
     assert row["decoded_error_percent"] == "0.9" and row["seeds"] == "0 1"
@@ -150,7 +150,7 @@ def test_differences_to_the_paper(tmp_path):
         paper = scipy.stats.zscore(np.arange(10), ddof=1) * error * 10**0.5 + mean
         expected = scipy.stats.ttest_ind(values, paper).pvalue
         assert cell["p_value"] == pytest.approx(expected, abs=1e-6)
-    assert report._table1_text(records, cells)[1][-2] == (
+    assert report.table1_text(records, cells)[1][-2] == (
         "Different from the paper's mean (Student's t-test, p < 0.05; cells compared: "
         "2): Mean-Var with blocks of 40 (+0.33 points, p = 0.029)."
     )
@@ -162,7 +162,7 @@ def test_blocks_over_their_budget(tmp_path):
     cells = table1(records)
     cell = find(cells, 20, "mean_var")
     assert (cell["blocks"], cell["blocks_over_budget"]) == (1242, 3)
-    assert report._table1_text(records, cells)[1][-1] == (
+    assert report.table1_text(records, cells)[1][-1] == (
         "Blocks coded with more KL than their budget + 1 %: Mean-Var with blocks of 20 "
         "(3 of 1,242, up to 23.4 bits)."
     )
@@ -181,7 +181,7 @@ def test_block_sizes_that_the_paper_lacks(tmp_path):
     assert [c["block_size"] for c in cells[::2]] == [20, 25, 30, 40]
     cell = find(cells, 25, "mean_kl")
     assert cell["paper_error_percent"] is None and cell["paper_train_steps"] is None
-    assert report._table1_text(records, cells)[0][2][5:] == ["0.90 ± n/a", "1", "—"]
+    assert report.table1_text(records, cells)[0][2][5:] == ["0.90 ± n/a", "1", "—"]
 
 
 def test_convergence_table(tmp_path):
@@ -211,7 +211,7 @@ def test_convergence_table(tmp_path):
     }
     assert find(table, 30, "mean_kl")["n"] == 0
     assert find(table, 30, "mean_var")["iterations"] is None
-    assert report._convergence_text(table)[0][1:] == [
+    assert report.convergence_text(table)[0][1:] == [
         [
             "20",
             *("900 ± 100", "1% of 100,000", "2 of 3"),

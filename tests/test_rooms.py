@@ -15,7 +15,7 @@ LINES = [
     ["hosts"],
     ["training"],
     ["datasets", "studies"],
-    ["cli"],
+    ["__main__", "cli"],
 ]
 LINE_OF = {room: line for line, rooms in enumerate(LINES) for room in rooms}
 MODULES = sorted(

@@ -15,7 +15,7 @@ import pytest
 
 import tfmiracle
 from tfmiracle import Recipe
-from tfmiracle.training import compression, run
+from tfmiracle.training import run
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 RECIPE = Recipe(
@@ -47,10 +47,8 @@ class KillAt(keras.callbacks.Callback):
 
 
 @pytest.fixture
-def every_step(quick, monkeypatch):
+def every_step(few_steps, monkeypatch):
     """Each step is an execution with a checkpoint after it."""
-    for module in (compression, run):
-        monkeypatch.setattr(module, "STEPS_PER_EXECUTION", 1)
     monkeypatch.setattr(run, "_CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(run, "_CHECKPOINT_SHARE", 0.0)
 
@@ -307,9 +305,9 @@ def test_the_curve_covers_all_phases(every_step, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", kill.COMMANDS)
-def test_sigkill(command, tmp_path):
+@pytest.mark.parametrize("command, kills", [("compress", 2), ("study", 1)])
+def test_sigkill(command, kills, tmp_path):
     """The command line, killed by the system at random moments."""
-    expected = kill.unbroken(command, tmp_path / "unbroken")
-    rng = random.Random(1)
-    assert kill.survive(command, expected, tmp_path / "broken", 2, rng) == 2
+    expected = kill.unbroken(command, tmp_path / "unbroken", eager=True)
+    broken, rng = tmp_path / "broken", random.Random(1)
+    assert kill.survive(command, expected, broken, kills, rng, eager=True) == kills

@@ -17,10 +17,7 @@ from tfmiracle.hosts.scope import (
     substitute,
 )
 
-
-@pytest.fixture(autouse=True)
-def seed():
-    keras.utils.set_random_seed(1)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def variable(value, **kwargs):
@@ -390,11 +387,9 @@ def policy_net():
 
 
 @pytest.fixture(params=["mixed_bfloat16", "mixed_float16", "float64"])
-def policy(request):
-    before = keras.config.dtype_policy()
+def policy(request, kept_policy):
     keras.config.set_dtype_policy(request.param)
-    yield request.param
-    keras.config.set_dtype_policy(before)
+    return request.param
 
 
 def test_policies_compute_as_plain_keras_with_a_float32_posterior(policy, eager):

@@ -32,11 +32,7 @@ CAUSES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def policy():
-    before = keras.config.dtype_policy()
-    yield
-    keras.config.set_dtype_policy(before)
+pytestmark = pytest.mark.usefixtures("kept_policy")
 
 
 def data(kind="normal"):

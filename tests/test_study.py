@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import sys
 import types
 
 import filelock
@@ -10,8 +11,10 @@ import keras
 import numpy as np
 import pytest
 from absl import flags
+from support import own_classes
 
 from tfmiracle import PAPER, Recipe, cli
+from tfmiracle.coding.coder import CODERS
 from tfmiracle.posteriors.parameterization import MeanVar
 from tfmiracle.recipe import PAPER_MEAN_VAR
 from tfmiracle.studies import study
@@ -272,21 +275,8 @@ def test_what_would_fail_everywhere_is_said_at_once(small, tmp_path, change, mes
 def test_the_papers_grid():
     values = flags.FlagValues()
     cli.COMMANDS["study"].define(values)
-    values(["tfmiracle", f"--flagfile={CONFIG}"])
-    made = Study(
-        workdir="work",
-        data="mnist",
-        recipe=cli._recipe(values),
-        parameterizations=tuple(
-            cli._parameterization(values, name) for name in values.parameterizations
-        ),
-        block_sizes=tuple(cli._integers("block_sizes", values.block_sizes)),
-        seeds=tuple(cli._integers("seeds", values.seeds)),
-        model=values.model,
-        rules=cli._rules(values.rules),
-        mean_var_train_steps=values.mean_var_train_steps,
-        scale=values.scale,
-    )
+    values(["tfmiracle", f"--flagfile={CONFIG}", "--workdir=work", "--data=mnist"])
+    made = cli.study_of(values)
     cells = {cell_name(recipe): recipe for recipe in made.cells()}
     assert len(cells) == 2 * 3 * 10
     assert cells["mean_kl_b20_s0"] == PAPER
@@ -340,7 +330,11 @@ def test_a_process_that_fails_is_not_passed_over(exitcode, small, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_with_two_processes(tmp_path, capsys):
+def test_the_command_with_two_processes(tmp_path, capsys, monkeypatch):
+    """Which import what the user's own module registers, as the command does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "coder_of_mine.py").write_text(MINE)
     rng = np.random.default_rng(0)
     x, y = rng.random((40, 4, 4)).astype(np.float32), np.arange(40) % 2
     np.savez(tmp_path / "toy.npz", x_train=x, y_train=y, x_test=x, y_test=y)
@@ -349,9 +343,21 @@ def test_the_command_with_two_processes(tmp_path, capsys):
         "--scale=0.5 --rules=dense1/kernel:hash=64 --block_sizes=500 --seeds=3 "
         "--block_bits=6 --kl_bits=5 --batch_size=10 --train_steps=40 "
         "--blocks_per_round=20 --finetune_steps=20 --dtype_policy=mixed_bfloat16 "
-        "--jobs=2 --json"
+        "--import=coder_of_mine --coder=mine --json"
     ).split()
-    for _ in range(2):
-        assert cli.main(arguments) == 0
+    for jobs in (2, 1):
+        with own_classes(CODERS):
+            assert cli.main([*arguments, f"--jobs={jobs}"]) == 0
+            monkeypatch.delitem(sys.modules, "coder_of_mine")
         result = json.loads(capsys.readouterr().out)
         assert result == {"total": 2, "done": 2, "left": 0}
+
+
+MINE = """
+from tfmiracle.coding.coder import CODERS
+from tfmiracle.coding.minimal_random import MinimalRandomCoder
+
+@CODERS.register
+class Mine(MinimalRandomCoder):
+    identifier = "mine"
+"""

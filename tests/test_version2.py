@@ -13,7 +13,7 @@ import pytest
 import reference_decoder2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DEFAULTS, DICTIONARY2, GOLDEN, PACKAGE
+from support import DEFAULTS, DICTIONARY2, GOLDEN, PACKAGE, own_classes
 from test_decoder import DIGESTS, digest
 from test_miracle_file import (
     assert_same,
@@ -340,8 +340,7 @@ def test_a_fingerprint_tells_networks_apart():
 # Codes of others.
 
 
-@pytest.fixture
-def signs():
+def register_signs():
     @CODES.register
     @dataclasses.dataclass(frozen=True)
     class Signs(RandomCode):
@@ -372,8 +371,13 @@ def signs():
                 raise ValueError("of another length")
             return bits[: num_blocks * block_size].reshape(num_blocks, block_size)
 
-    yield Signs
-    del CODES._classes["signs"]
+    return Signs
+
+
+@pytest.fixture
+def signs():
+    with own_classes(CODES):
+        yield register_signs()
 
 
 def of_signs(cls):
@@ -390,14 +394,13 @@ def test_a_registered_code_decodes(signs):
     assert sorted({*np.abs(decode(data).weights["x"])}) == [3.5]
 
 
-def test_an_unknown_code_is_named(signs):
-    data = of_signs(signs).to_bytes()
-    del CODES._classes["signs"]
+def test_an_unknown_code_is_named():
+    with own_classes(CODES):
+        data = of_signs(register_signs()).to_bytes()
     with pytest.raises(
         FileFormatError, match=r"needs 'signs', which is not registered here, only mrc"
     ):
         MiracleFile.from_bytes(data)
-    CODES.register(signs)
 
 
 # Damage.

@@ -8,7 +8,7 @@ finds their classes in a saved model only if they are registered by then.
 import importlib
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _MODULE_OF = {
     "BlockPosterior": "posteriors.block_posterior",

@@ -9,6 +9,7 @@ ended by Ctrl-C, a reader that closed the pipe, or SIGTERM.
 import collections
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import logging
@@ -130,7 +131,15 @@ def _run(argv):
             f"there is no command {name!r}; use one of {', '.join(COMMANDS)}"
         )
     command = COMMANDS[name]
+    modules = _import_modules(rest)
     values = flags.FlagValues()
+    flags.DEFINE_multi_string(
+        "import",
+        [],
+        "Module of your own to import first, from the current folder or where Python "
+        "looks, which registers coders, layers, ...; may be given several times.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("json", False, "Print one JSON object.", flag_values=values)
     flags.DEFINE_bool(
         "help", False, "Show this help.", short_name="h", flag_values=values
@@ -152,6 +161,11 @@ def _run(argv):
         text = values.main_module_help() or values.module_help(__name__)
         print(text.partition(":\n")[2])  # without the name of this module
         return 0
+    if values["import"].value != modules:
+        raise flags.Error(
+            "--import=MODULE must be written so, in the command line itself; a file of "
+            "flags imports nothing"
+        )
     if len(positional) != bool(command.argument):
         raise ValueError(
             f"{name} takes {f'one {command.argument}' if command.argument else 'flags'}"
@@ -167,6 +181,27 @@ def _run(argv):
     else:
         print(command.show(result), flush=True)
     return 0
+
+
+def _import_modules(arguments):
+    """Imports what `--import=MODULE` names, before its flags are asked for.
+
+    Returns:
+      The names of the modules.
+    """
+    names = [a.partition("=")[2] for a in arguments if re.match("--?import=", a)]
+    if names:
+        configure()
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                importlib.import_module(name)
+        except Exception as error:  # whatever the user's own code raises
+            raise ValueError(
+                f"--import={name} fails: {type(error).__name__}: {error}"
+            ) from error
+    return names
 
 
 def _how_to_go_on(command, values):
@@ -248,12 +283,25 @@ def _define_compress(values):
         None,
         "Folder that keeps the state of the run: killed and started again, it goes on.",
     )
-    flags.DEFINE_bool(
-        "keep_posterior",
-        False,
-        "Also write the posterior as .posterior.npz beside the file.",
-        flag_values=values,
-    )
+    for name, default, text in (
+        (
+            "keep_posterior",
+            False,
+            "Also write the posterior as .posterior.npz beside the file.",
+        ),
+        (
+            "architecture",
+            True,
+            "Let the file say how the network is built. Without it, it is smaller, and "
+            "loaded in Python by load(path, model=network).",
+        ),
+        (
+            "record",
+            False,
+            "Also write how the file was made as .record.json beside it.",
+        ),
+    ):
+        flags.DEFINE_bool(name, default, text, flag_values=values)
     _define_overwrite(values)
     _define_recipe(values)
 
@@ -314,7 +362,7 @@ def _compress(values):
         check_folder(values.workdir)
     else:
         check_output(values.output, values.overwrite)
-    recipe = _recipe(values)
+    recipe = recipe_of(values)
     data = load_dataset(values.data)
     if values.validation_fraction:
         data = data.hold_out(values.validation_fraction)
@@ -332,11 +380,13 @@ def _compress(values):
         values.target,
         values.output,
         recipe,
-        rules=_rules(values.rules),
+        rules=rules_of(values),
         metrics=task.metrics(),
         validation_data=(data.x_test, data.y_test),
         workdir=values.workdir,
         keep_posterior=values.keep_posterior,
+        architecture=values.architecture,
+        record=values.record,
         overwrite=values.overwrite,
     )
     from_scratch = values.model in _architectures() and not recipe.warmup_steps
@@ -362,7 +412,8 @@ def _say(done, sets=("train", "test")):
             print(text, flush=True)
 
 
-def _recipe(values):
+def recipe_of(values):
+    """The recipe that flags say."""
     given = _options(values, Recipe)
     if "parameterization" in values:
         name = values.parameterization
@@ -385,7 +436,7 @@ def _warn_of_idle(values, name):
 
 
 def _parameterization(values, name):
-    cls = PARAMETERIZATIONS.find(name)
+    cls = PARAMETERIZATIONS.find(name, codable=True)
     return cls(**_options(values, cls))
 
 
@@ -448,9 +499,10 @@ def _architectures():
     return ARCHITECTURES
 
 
-def _rules(items):
+def rules_of(values):
+    """The rules that flags say."""
     rules = {}
-    for item in items:
+    for item in values.rules:
         pattern, separator, treatment = item.rpartition(":")
         if not separator:
             raise ValueError(
@@ -498,25 +550,31 @@ def _study(values):
     check_folder(values.workdir)
     load_dataset(values.data)  # errors should come before TensorFlow does
     _import_tensorflow()
-    from tfmiracle.studies.study import Study, run_study
+    from tfmiracle.studies.study import run_study
 
-    study = Study(
+    return run_study(study_of(values), values.jobs, imports=values["import"].value)
+
+
+def study_of(values):
+    """The study that flags say."""
+    from tfmiracle.studies.study import Study
+
+    return Study(
         workdir=values.workdir,
         data=values.data,
-        recipe=_recipe(values),
+        recipe=recipe_of(values),
         parameterizations=tuple(
             _parameterization(values, name) for name in values.parameterizations
         ),
         block_sizes=tuple(_integers("block_sizes", values.block_sizes)),
         seeds=tuple(_integers("seeds", values.seeds)),
         model=values.model,
-        rules=_rules(values.rules),
+        rules=rules_of(values),
         mean_var_train_steps=values.mean_var_train_steps,
         dtype_policy=values.dtype_policy or "float32",
         scale=values.scale,
         name=pathlib.Path(values.data).stem,
     )
-    return run_study(study, values.jobs)
 
 
 def _integers(name, texts):
@@ -777,7 +835,9 @@ def _show_info(r):
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
         for row in rows
     )
-    return f"{show_sizes(r)}\n\n{table}\n\n{json.dumps(r['metadata'])}"
+    parts = [show_sizes(r), table]
+    parts += [json.dumps(r["metadata"])] if r["metadata"] else []
+    return "\n\n".join(parts)
 
 
 def _define_output(values):
@@ -932,7 +992,3 @@ COMMANDS = {
         _show_written,
     ),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

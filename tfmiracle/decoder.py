@@ -48,11 +48,20 @@ def decode(
       FileFormatError: if the file is damaged or not of this format.
       OSError: if it cannot be read.
     """
+    file = parsed(source, max_weights)
+    return decoded_network(file, [decode_blocks(group) for group in file.groups])
+
+
+def parsed(
+    source: str | os.PathLike | bytes | MiracleFile,
+    max_weights: int | str | None = "auto",
+) -> MiracleFile:
+    """The file that a path, bytes or itself stands for, see `decode`."""
+    if isinstance(source, MiracleFile):
+        return source
     if isinstance(source, bytes | bytearray | memoryview):
-        source = MiracleFile.from_bytes(bytes(source), max_weights)
-    elif not isinstance(source, MiracleFile):
-        source = MiracleFile.read(source, max_weights)
-    return decoded_network(source, [decode_blocks(group) for group in source.groups])
+        return MiracleFile.from_bytes(bytes(source), max_weights)
+    return MiracleFile.read(source, max_weights)
 
 
 def decoded_network(file: MiracleFile, blocks: list[np.ndarray]) -> DecodedNetwork:

@@ -12,7 +12,7 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
       FileExistsError: if `path` exists and `overwrite` is false.
       FileNotFoundError: if its folder does not exist.
       NotADirectoryError: if what should be its folder is a file.
-      IsADirectoryError: if it is a folder.
+      IsADirectoryError: if it is a folder, as an empty name is.
       PermissionError: if its folder cannot be written to.
     """
     path = pathlib.Path(path)
@@ -27,6 +27,15 @@ def check_output(path: str | os.PathLike, overwrite: bool = False) -> None:
     check_folder(path.parent)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} does not exist; create it.")
+
+
+def beside(path: str | os.PathLike, suffix: str) -> pathlib.Path:
+    """The name of what goes with a `.miracle` file: `suffix` instead of its own.
+
+    A name that ends otherwise is kept whole, since `net-0.1` and `net-0.2` are two.
+    """
+    path = pathlib.Path(path)
+    return path.parent / (path.name.removesuffix(".miracle") + suffix)
 
 
 def check_folder(path: str | os.PathLike) -> None:

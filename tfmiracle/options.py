@@ -117,10 +117,22 @@ def help_texts(cls) -> dict[str, str]:
 def check_option(cls, name: str, value) -> None:
     """Raises a ValueError unless `value` will do for an option of a class."""
     check = cls.__dataclass_fields__[name].metadata.get("check")
-    if check is not None and not check.accepts(value):
+    if check is not None:
+        check_argument(name, value, check)
+
+
+def check_argument(name: str, value, check: Check) -> None:
+    """Raises a ValueError unless `value` will do for an argument."""
+    if not check.accepts(value):
         raise ValueError(
             f"`{name}` must be {check.requirement}. Received: {name}={value!r}"
         )
+
+
+def check_switches(**arguments) -> None:
+    """Raises a ValueError unless each argument is True or False."""
+    for name, value in arguments.items():
+        check_argument(name, value, SWITCH)
 
 
 def changes(instance) -> dict:

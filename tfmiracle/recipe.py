@@ -165,12 +165,7 @@ class Recipe:
     seed: int = option(0, "unsigned 64-bit integer; everything random depends on it.")
 
     def __post_init__(self):
-        parameterization = PARAMETERIZATIONS.get(self.parameterization)
-        if not parameterization.codable:
-            raise ValueError(
-                f"`parameterization` {parameterization.identifier!r} has nothing to "
-                "code. Use 'mean_kl' or 'mean_var'."
-            )
+        parameterization = PARAMETERIZATIONS.get(self.parameterization, codable=True)
         object.__setattr__(self, "parameterization", parameterization)
         if isinstance(self.coder, str):  # found where it is used, with TensorFlow
             CODERS.check(self.coder)

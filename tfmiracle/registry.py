@@ -1,6 +1,7 @@
 """Kinds of things that are found by name, as Keras finds initializers."""
 
 import importlib
+import inspect
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -46,49 +47,66 @@ class Registry(Generic[T]):
         self._classes[name] = cls
         return cls
 
-    def names(self) -> list[str]:
-        return sorted({*self._classes, *self._homes})
+    def names(self, **attributes) -> list[str]:
+        """Identifiers of the classes that have these attributes."""
+        names = sorted({*self._classes, *self._homes})
+        return [n for n in names if not attributes or _has(self.find(n), attributes)]
 
-    def check(self, identifier: str) -> None:
-        """Raises a ValueError unless there is a class of this identifier."""
-        if identifier not in self.names():
-            raise self._unknown(identifier)
+    def check(self, identifier: str, **attributes) -> None:
+        """Raises a ValueError unless there is such a class of this identifier."""
+        if identifier not in self.names(**attributes):
+            raise self._unknown(identifier, attributes)
 
-    def find(self, identifier: str) -> type[T]:
+    def find(self, identifier: str, **attributes) -> type[T]:
         """The class of an identifier.
 
         Raises:
-          ValueError: if there is none.
+          ValueError: if there is none that has these attributes.
         """
-        self.check(identifier)
+        self.check(identifier, **attributes)
         if identifier not in self._classes:
             importlib.import_module(self._homes[identifier])
         return self._classes[identifier]
 
-    def get(self, given: "str | dict | T") -> T:
+    def get(self, given: "str | dict | T", **attributes) -> T:
         """An object for what a user gave.
 
         Args:
           given: a name or a class, for the defaults; what `serialize` made; or an
             object, which is returned.
+          **attributes: what it must have.
 
         Raises:
-          ValueError: if there is none of this name, or an option is out of range.
+          ValueError: if there is none of this name, or its options are others, or out
+            of range.
         """
-        if isinstance(given, self._base):
-            return given
-        if isinstance(given, type) and issubclass(given, self._base):
-            return given()
-        if isinstance(given, dict) and given.keys() == {"name", "config"}:
-            return self.find(given["name"])(**given["config"])
-        if not isinstance(given, str):
-            raise self._unknown(given)
-        return self.find(given)()
+        made = given
+        if isinstance(given, str):
+            made = self._make(self.find(given, **attributes), {})
+        elif isinstance(given, type) and issubclass(given, self._base):
+            made = self._make(given, {})
+        elif isinstance(given, dict) and given.keys() == {"name", "config"}:
+            made = self._make(self.find(given["name"]), given["config"])
+        if not isinstance(made, self._base) or not _has(made, attributes):
+            raise self._unknown(given, attributes)
+        return made
 
-    def _unknown(self, given):
+    def _make(self, cls, config):
+        try:
+            inspect.signature(cls).bind(**config)
+        except TypeError as error:
+            options = ", ".join(inspect.signature(cls).parameters)
+            raise ValueError(
+                f"The options of `{self._argument}` {cls.identifier!r} are "
+                f"{options or 'none'}: {error}."
+            ) from None
+        return cls(**config)
+
+    def _unknown(self, given, attributes):
+        such = "".join(f" with {name}={value}" for name, value in attributes.items())
         return ValueError(
-            f"`{self._argument}` must be a {self._base.__name__} or the name of one "
-            f"that is registered: {', '.join(self.names())}. "
+            f"`{self._argument}` must be a {self._base.__name__}{such} or the name of "
+            f"one that is registered: {', '.join(self.names(**attributes))}. "
             f"Received: {self._argument}={given!r}"
         )
 
@@ -99,3 +117,7 @@ class Registry(Generic[T]):
             for name, value in thing.get_config().items()
         }
         return {"name": thing.identifier, "config": config}
+
+
+def _has(thing, attributes):
+    return all(getattr(thing, name) == value for name, value in attributes.items())

@@ -3,8 +3,9 @@
     python tools/format_v2.py FOLDER
 
 They are `defaults_v2.json`, what objects of Keras have in common, and
-`description_v2.dict`, text that descriptions have in common. The files of the package
-must never change: what a newer Keras would put into them is said by each file.
+`description_v2.dict`, text that descriptions have in common. Both are frozen, as parts
+of the format; what a newer Keras would put into them is said by each file. This tells
+how they were made; the dictionary that it makes today is no longer that of the package.
 """
 
 import inspect

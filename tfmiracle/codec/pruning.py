@@ -1,12 +1,13 @@
 """Pruning a decoded network (Lin et al. 2023, section 4 and appendix A)."""
 
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tfmiracle.codec import philox
 from tfmiracle.codec.coded_posterior import CodedPosterior
-from tfmiracle.decoder import DecodedNetwork, decode_blocks, decoded_network
+from tfmiracle.decoder import DecodedNetwork, decode_blocks, decoded_network, parsed
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
@@ -48,10 +49,11 @@ def pruning_order(
     if strategy == "magnitude":
         score = np.abs(_effective(file))
     else:
-        if posterior is None:
+        if not isinstance(posterior, CodedPosterior):
             raise ValueError(
-                "`posterior` is missing: strategy 'kl' ranks weights by Q. Compress "
-                "with `keep_posterior`, and read it with `CodedPosterior.read`."
+                "`posterior` must be a CodedPosterior: strategy 'kl' ranks weights by "
+                "Q. Compress with `keep_posterior`, and read it with "
+                f"`CodedPosterior.read`. Received: posterior={posterior!r}"
             )
         posterior.check_fits(file)
         loc = np.concatenate(posterior.loc).astype(np.float64)
@@ -61,7 +63,7 @@ def pruning_order(
 
 
 def pruned_networks(
-    file: MiracleFile,
+    file: str | os.PathLike | bytes | MiracleFile,
     strategy: str,
     fractions: Sequence[float],
     posterior: CodedPosterior | None = None,
@@ -73,7 +75,8 @@ def pruned_networks(
     variable that share one become zero with it. Variables that are stored stay.
 
     Args:
-      file, strategy, posterior, seed: see `pruning_order`.
+      file: path of a `.miracle` file, its bytes, or the parsed file, see `decode`.
+      strategy, posterior, seed: see `pruning_order`.
       fractions: parts of the weights, from 0 to 1, rounded to whole weights.
 
     Raises:
@@ -85,6 +88,7 @@ def pruned_networks(
                 "`fractions` must be numbers from 0 to 1. "
                 f"Received: fractions={list(fractions)}"
             )
+    file = parsed(file)
     order = pruning_order(file, strategy, posterior, seed)
     whole = _effective(file)
     ends = np.cumsum([group.layout.num_effective for group in file.groups])

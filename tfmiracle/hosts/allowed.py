@@ -188,7 +188,7 @@ class Description:
                 raise NotAllowed(f"{title} is no class.")
             found = {"module": None, "class_name": name, "registered_name": registered}
         else:
-            cls = isinstance(module, str) and _classes().get((module, name))
+            cls = isinstance(module, str) and classes().get((module, name))
             if not cls or registered not in (None, name):
                 raise NotAllowed(f"{title} is not known as a part of networks.")
             found = {"module": module, "class_name": name, "registered_name": None}
@@ -276,7 +276,7 @@ def _activations() -> set[str]:
 
 
 @functools.cache
-def _classes() -> dict[tuple[str, str], type]:
+def classes() -> dict[tuple[str, str], type]:
     """(module, name) -> class, as Keras writes and resolves them."""
     classes = dict(_exported())
     # Where a class is defined is written if nothing exports it.

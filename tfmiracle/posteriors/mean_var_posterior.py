@@ -49,10 +49,10 @@ class MeanVarPosterior(BlockPosterior):
 
     def _create_parameters(self):
         self.loc = self._add("loc", self.block_shape)
-        self._log_stddev = self._add("log_stddev", self.block_shape)
+        self.log_stddev = self._add("log_stddev", self.block_shape)
 
     def _parameters(self):
-        return [self.loc, self._log_stddev]
+        return [self.loc, self.log_stddev]
 
     def _standardize(self, parameters, log_scale, mask):
         loc, log_stddev = parameters

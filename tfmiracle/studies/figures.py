@@ -126,7 +126,7 @@ def _dynamics(records):
                 continue
             iterations, _ = mean_and_error(converged_iterations(found))
             for axis, key in ((upper, "cross_entropy"), (lower, "kl_bits")):
-                step, mean, low, high = _over_seeds(found, key)
+                step, mean, low, high = over_seeds(found, key)
                 _curve(axis, p, step, mean, low, high)
                 if iterations is None:
                     continue
@@ -160,7 +160,7 @@ def _dynamics(records):
     return figure
 
 
-def _over_seeds(found, key):
+def over_seeds(found, key):
     """Steps, mean, least and largest value over the runs, where any has one."""
     curves = [[variational(r["curve"], k) for k in ("step", key)] for r in found]
     steps = np.unique(np.concatenate([step for step, _ in curves]))
@@ -171,7 +171,7 @@ def _over_seeds(found, key):
     return steps, *(np.ma.filled(value.astype(float), np.nan) for value in over_runs)
 
 
-def _shown_histograms(records):
+def shown_histograms(records):
     """The record of each parameterization whose histograms are drawn, if any."""
     found = [r for r in records if r["histograms"]]
     by_size = [
@@ -185,7 +185,7 @@ def _histograms(records):
     """Means and log standard deviations by variable; None without data."""
     from matplotlib.patches import Patch
 
-    shown = {p: r["histograms"] for p, r in _shown_histograms(records).items()}
+    shown = {p: r["histograms"] for p, r in shown_histograms(records).items()}
     if not shown:
         return None
     # A band of two rows for kernels, another for biases, ...
@@ -204,7 +204,9 @@ def _histograms(records):
             continue
         name = band[column]
         found = {p: h[name][part] for p, h in shown.items() if name in h}
-        densities = np.concatenate([_histogram(axis, *item) for item in found.items()])
+        densities = np.concatenate(
+            [draw_histogram(axis, *item) for item in found.items()]
+        )
         densities = densities[densities > 0]
         if len(densities):
             # Whole decades, so that there are two labels, and a single count is seen.
@@ -223,7 +225,7 @@ def _histograms(records):
     return figure
 
 
-def _histogram(axis, parameterization, histogram):
+def draw_histogram(axis, parameterization, histogram):
     """Returns the densities drawn."""
     edges = np.array(histogram["edges"], np.float64)
     # Edges are rounded in a record; a bin without width becomes part of the next.
@@ -270,7 +272,7 @@ def captions(records: list[dict]) -> dict[str, str]:
     """What each of `FIGURES` shows, in words."""
     shown = " and ".join(
         f"{PARAMETERIZATIONS[p]} (blocks of {r['block_size']}, seed {r['seed']})"
-        for p, r in _shown_histograms(records).items()
+        for p, r in shown_histograms(records).items()
     )
     pruned = ", ".join(
         f"{name}: {sum(bool(r['pruning']) for r in runs(records, p))}"

@@ -87,15 +87,15 @@ def write_report(
         "statements": pruning_statements(records),
     }
     texts = {  # rows and notes
-        "table1": _table1_text(records, tables["table1"]),
-        "convergence": _convergence_text(tables["convergence"]),
-        "statements": _statements_text(tables["statements"]),
+        "table1": table1_text(records, tables["table1"]),
+        "convergence": convergence_text(tables["convergence"]),
+        "statements": statements_text(tables["statements"]),
     }
     figures = draw_figures(records)
     files = {"report.html": _page(records, texts, figures).encode()}
     for name in tables:
-        files[f"{name}.md"] = _markdown(*texts[name]).encode()
-        files[f"{name}.csv"] = _csv(tables[name]).encode()
+        files[f"{name}.md"] = markdown(*texts[name]).encode()
+        files[f"{name}.csv"] = csv_text(tables[name]).encode()
     for name, formats in figures.items():
         files |= {f"{name}.{suffix}": data for suffix, data in formats.items()}
 
@@ -213,7 +213,7 @@ def _p_value(values, mean, error, count):
     )
 
 
-def _table1_text(records, cells):
+def table1_text(records, cells):
     rows, last = [["Block size", "Ratio"]], ["Optimizer iterations", ""]
     for p, name in PARAMETERIZATIONS.items():
         rows[0] += [f"{name}, %", "n", f"{name}, paper, %"]
@@ -297,7 +297,7 @@ def convergence_table(records: list[dict]) -> list[dict]:
     return table
 
 
-def _convergence_text(table):
+def convergence_text(table):
     names = PARAMETERIZATIONS.values()
     ratio_of = " / ".join(names)
     rows = [["Block size"]]
@@ -422,7 +422,7 @@ def _accuracy(mean, error):
     return f"{_plus_minus(100 * mean, error and 100 * error, '.1f')} %"
 
 
-def _statements_text(statements):
+def statements_text(statements):
     header = ["Statement of the paper", "Criterion", "Answer", "Numbers"]
     return [header, *(list(s.values()) for s in statements)], [
         "Over all block sizes and seeds of a parameterization, mean ± standard error "
@@ -430,13 +430,13 @@ def _statements_text(statements):
     ]
 
 
-def _markdown(rows, notes):
+def markdown(rows, notes):
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
 
-def _csv(table):
+def csv_text(table):
     def cell(value):
         if isinstance(value, bool):
             return "yes" if value else "no"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import logging
 import multiprocessing
@@ -23,7 +24,7 @@ from tfmiracle.codec.pruning import STRATEGIES, pruned_networks
 from tfmiracle.datasets import Dataset, load_dataset
 from tfmiracle.decoder import decode
 from tfmiracle.environment import environment, usable_cores
-from tfmiracle.files import check_folder, write_atomically
+from tfmiracle.files import beside, check_folder, write_atomically
 from tfmiracle.hosts.loading import accuracy_of, to_network
 from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
@@ -131,7 +132,10 @@ def cell_name(recipe: Recipe) -> str:
 
 
 def run_study(
-    study: Study, jobs: int = 1, say: Callable[[str], None] | None = None
+    study: Study,
+    jobs: int = 1,
+    say: Callable[[str], None] | None = None,
+    imports: Sequence[str] = (),
 ) -> dict[str, int]:
     """Runs what is not done yet of a study.
 
@@ -145,6 +149,7 @@ def run_study(
         rounded, and so the results in detail, depends on the cores of a process.
       say: prints a line of progress, where there is one process; to standard error by
         default.
+      imports: modules that other processes import, for what is found by name.
 
     Returns:
       Number of runs "total", "done" (with a record), and "left".
@@ -164,7 +169,7 @@ def run_study(
     if jobs == 1:
         failed = _work(study, data, say or _to_stderr)
     else:
-        failed = _work_side_by_side(study, jobs)
+        failed = _work_side_by_side(study, jobs, imports)
     if failed:
         raise ValueError(
             f"Of the study in {study.workdir} failed: {', '.join(failed)}. What was "
@@ -199,11 +204,11 @@ def _network(study, recipe, data):
     return new_network(study.model, shape, classes, study.dtype_policy, recipe.seed)
 
 
-def _work_side_by_side(study, jobs):
+def _work_side_by_side(study, jobs, imports):
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=_worker, args=(study, jobs, number), daemon=True)
-        for number in range(jobs)
+        context.Process(target=_worker, args=(study, jobs, i, imports), daemon=True)
+        for i in range(jobs)
     ]
     for worker in workers:
         worker.start()
@@ -213,7 +218,7 @@ def _work_side_by_side(study, jobs):
     return [f"{failed} of {jobs} processes"] if failed else []
 
 
-def _worker(study, jobs, number):
+def _worker(study, jobs, number, imports):
     """The whole of a process beside others; it fails if one of its runs does."""
 
     def stop_with_parent():
@@ -221,6 +226,8 @@ def _worker(study, jobs, number):
         os._exit(1)
 
     threading.Thread(target=stop_with_parent, daemon=True).start()
+    for name in imports:
+        importlib.import_module(name)
     threads = max(1, usable_cores() // jobs)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -332,9 +339,7 @@ def _run_cell(study, recipe, data: Dataset, folder, progress):
 
 def _record(study, recipe, result: CompressionResult, data):
     file = result.file
-    posterior = CodedPosterior.read(
-        pathlib.Path(result.path).with_suffix(".posterior.npz")
-    )
+    posterior = CodedPosterior.read(beside(result.path, ".posterior.npz"))
     last = result.curve[-1]["step"] if result.curve else 0
     return {
         **_identity(study, recipe, checksum(_arrays(data))),

@@ -26,7 +26,7 @@ from tfmiracle.hosts.recalibration import recalibrate
 from tfmiracle.miracle_file import (
     MiracleFile,
 )
-from tfmiracle.options import check_option
+from tfmiracle.options import check_option, check_switches
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS
 from tfmiracle.recipe import DEFAULTS, Recipe
 from tfmiracle.training import progress
@@ -76,6 +76,7 @@ class CodingLoop:
         check_option(Recipe, "blocks_per_round", blocks_per_round)
         check_option(Recipe, "finetune_steps", finetune_steps)
         check_option(Recipe, "train_steps", train_steps)
+        check_switches(overwrite=overwrite, architecture=architecture)
         miracle_file.check_metadata(metadata)
         self.filepath = os.fspath(filepath)
         self.blocks_per_round = blocks_per_round
@@ -94,7 +95,8 @@ class CodingLoop:
         self.file_bytes = None
         self._resumed = None
         self._bar = None
-        paths = [p for p in (self.filepath, posterior_path, record_path) if p]
+        paths = [self.filepath, posterior_path, record_path]
+        paths = [path for path in paths if path is not None]
         for path in paths:
             files.check_output(path, overwrite)
         if len({os.path.abspath(path) for path in paths}) < len(paths):

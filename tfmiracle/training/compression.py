@@ -2,15 +2,13 @@
 
 import dataclasses
 import os
-import pathlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmiracle import files
 from tfmiracle.decoder import decode
 from tfmiracle.hosts.loading import to_network
 from tfmiracle.hosts.models import (
@@ -20,12 +18,10 @@ from tfmiracle.hosts.models import (
     fixed_batch,
     posteriors,
 )
-from tfmiracle.hosts.network import (
-    check_network,
-    plain_architecture,
-)
-from tfmiracle.keras_internals import compiled_loss_weights, seed_generators, walk
+from tfmiracle.hosts.network import check_network, plain_architecture
+from tfmiracle.keras_internals import seed_generators, walk
 from tfmiracle.miracle_file import MiracleFile, check_metadata
+from tfmiracle.options import check_switches
 from tfmiracle.recipe import Recipe
 from tfmiracle.training.coding_loop import CodingLoop
 from tfmiracle.training.data import (
@@ -35,8 +31,10 @@ from tfmiracle.training.data import (
     shifted,
     training_batches,
 )
-from tfmiracle.training.distillation import relabel, soft_loss
-from tfmiracle.training.run import PHASES, STEPS_PER_EXECUTION, Run
+from tfmiracle.training.distillation import relabel
+from tfmiracle.training.objective import Objective
+from tfmiracle.training.outputs import Outputs
+from tfmiracle.training.run import PHASES, Run
 from tfmiracle.training.size import recipe_for
 from tfmiracle.training.summary import compression, show_compression
 
@@ -163,213 +161,168 @@ def compress(
         cannot be used.
       FileExistsError: if `path` exists and `overwrite` is false.
     """
-    recipe = recipe or Recipe()
+    check_switches(
+        distill=distill,
+        keep_posterior=keep_posterior,
+        architecture=architecture,
+        record=record,
+        overwrite=overwrite,
+    )
+    outputs = Outputs(path, workdir, keep_posterior, record, overwrite)
+    check_metadata(metadata)
+    recipe = _recipe_for(model, recipe)
+    description = plain_architecture(model)  # raises, before anything else is done
+    objective = Objective.of(model, loss, metrics, class_weight, distill)
+    examples = _load(
+        data, validation_data, model, recipe, objective, distill, workdir is None
+    )
+    net = _copy(model, recipe.seed, examples.batch)
+    objective.check(net, examples.batch, examples.data)
+    content = {"metadata": metadata, "architecture": architecture}
+    if target is not None:
+        recipe = recipe_for(net, target, recipe, rules=rules, **content)
+    settings = {
+        "recipe": recipe.settings(),
+        "rules": rules,
+        "keep_posterior": keep_posterior,
+        "record": record,
+        "model": description,
+        "weights": checksum(net.get_weights()),
+        "data": checksum(examples.data),
+        "validation_data": checksum(examples.validation_data),
+        **content,
+        **objective.settings(),
+    }
+
+    def decoded(file):
+        network = to_network(decode(file, max_weights=None), architecture=description)
+        return objective.compile(network)
+
+    with Run(workdir, settings, verbose) as run:
+        if run.result is None:
+            # Made before anything trains: it checks its arguments.
+            coding = _coding_loop(outputs, recipe, examples, content, verbose)
+            phases = _Phases(run, recipe, rules, objective, examples, callbacks)
+            phases.evaluate("original", objective.compile(net))
+            phases.warm_up(net)
+            variational = phases.train(net)
+            phases.code(variational, coding)
+            phases.evaluate("decoded", decoded(outputs.file))
+            run.finish({"history": coding.history})
+        outputs.publish()
+    return _result(path, decoded(path), run.result)
+
+
+def _recipe_for(model, recipe):
+    """The recipe for a model, both checked; a fixed batch has its own size."""
+    recipe = Recipe() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise ValueError(
             "`recipe` must be a tfmiracle.Recipe, such as Recipe(train_steps=3000). "
             f"Received: recipe={recipe!r}"
         )
-    outputs = _Outputs(path, workdir, keep_posterior, record, overwrite)
-    check_metadata(metadata)
     check_model(model)
-    description = plain_architecture(model)  # raises, before anything else is done
-    objective = _Objective.of(model, loss, metrics, class_weight, distill)
+    batch_size = fixed_batch(model) or recipe.batch_size
+    return dataclasses.replace(recipe, batch_size=batch_size)
 
-    # Data.
-    once = isinstance(data, types.GeneratorType)
+
+@dataclasses.dataclass(frozen=True)
+class _Examples:
+    """Data as it is used.
+
+    Attributes:
+      data, validation_data: what `read_data` returns, with the labels to be learned.
+      batches: (phase, step) -> the endless training batches from there on.
+      batch: inputs, None if a generator gives its batches to the training alone.
+    """
+
+    data: object
+    validation_data: object
+    batches: Callable
+    batch: object
+
+
+def _load(data, validation_data, model, recipe, objective, distill, once):
+    """Reads all examples; a generator will do if they are needed `once`."""
+    is_generator = isinstance(data, types.GeneratorType)
     labelled = objective.loss is not None and not distill
-    data = read_data("data", data, model, labelled, once=workdir is None)
+    data = read_data("data", data, model, labelled, once=once)
     if validation_data is not None:
         validation_data = read_data(
             "validation_data", validation_data, model, labelled, ends=True
         )
-    batch_size = fixed_batch(model) or recipe.batch_size
-    recipe = dataclasses.replace(recipe, batch_size=batch_size)
     if distill:
         # Of `model`: the labels of a dataset are made as it is read, and the copy of it
         # that is trained changes.
         hard = model.loss if model.compiled else None
-        data = relabel(data, model, hard, batch_size)
-        validation_data = relabel(validation_data, model, hard, batch_size)
-    examples = training_batches(data, recipe)
+        data = relabel(data, model, hard, recipe.batch_size)
+        validation_data = relabel(validation_data, model, hard, recipe.batch_size)
+    batches = training_batches(data, recipe)
     batch = None
-    if not once or objective.loss is None:  # what a generator gives is for the training
-        batch, *_ = next(iter(examples(PHASES[0], 0)), (None,))
+    if not is_generator or objective.loss is None:
+        batch, *_ = next(iter(batches(PHASES[0], 0)), (None,))
+    return _Examples(data, validation_data, batches, batch)
 
-    # Network, and the blocks that meet the target.
-    net = _copy(model, recipe.seed, batch)
-    objective.check(net, batch, data)
-    if target is not None:
-        recipe = recipe_for(
-            net,
-            target,
-            recipe,
-            rules=rules,
-            metadata=metadata,
-            architecture=architecture,
+
+def _copy(model, seed, batch):
+    """A copy of the network, made as the file will make it.
+
+    It computes the same on a batch of inputs. Its layers with noise of their own
+    (dropout) start from `seed`.
+    """
+    if not model.built:
+        raise ValueError(
+            f"`model` ({model.name!r}) has no weights yet. Build it first."
         )
+    copy = check_network(model, batch)
+    if posteriors(model):
+        raise ValueError(
+            f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
+            "a CompressionCallback, or pass a plain network, such as what "
+            "`VariationalModel.materialize` returns."
+        )
+    generators = [g for layer in walk(copy) for g in seed_generators(layer)]
+    states = np.random.SeedSequence(seed).generate_state(len(generators))
+    for generator, state in zip(generators, states, strict=True):
+        generator.state.assign([int(state) % 2**31, 0])
+    return copy
 
-    settings = {
-        "recipe": recipe.settings(),
-        "rules": rules,
-        "metadata": metadata,
-        "keep_posterior": keep_posterior,
-        "architecture": architecture,
-        "record": record,
-        **objective.settings(),
-        "model": description,
-        "weights": checksum(net.get_weights()),
-        "data": checksum(data),
-        "validation_data": checksum(validation_data),
-    }
 
-    def decoded():
-        found = decode(outputs.file, max_weights=None)
-        return objective.compile(to_network(found, architecture=description))
-
-    with Run(workdir, settings, verbose) as run:
-        if run.result is None:
-            # Made before anything trains: it checks its arguments.
-            coding = CodingLoop(
-                outputs.file,
-                recipe.blocks_per_round,
-                recipe.finetune_steps,
-                overwrite=overwrite or workdir is not None,
-                recalibration_data=recalibration_inputs(examples, recipe),
-                posterior_path=outputs.posterior,
-                metadata=metadata,
-                architecture=architecture,
-                record_path=outputs.record,
-                record={"recipe": recipe.settings()},
-                verbose=verbose,
-            )
-            batches = shifted(examples, recipe) if recipe.max_shift else examples
-            phases = _Phases(
-                run, recipe, rules, objective, batches, validation_data, callbacks
-            )
-            phases.evaluate("original", objective.compile(net))
-            phases.warm_up(net)
-            variational = phases.train(net)
-            phases.code(variational, coding)
-            phases.evaluate("decoded", decoded())
-            run.finish({"history": coding.history})
-        outputs.publish()
-    file = MiracleFile.read(path, max_weights=None)
-    return CompressionResult(
-        os.fspath(path),
-        decoded(),
-        file,
-        os.path.getsize(path),
-        run.result["stages"],
-        run.result["history"],
-        run.result["curve"],
-        run.result["seconds"],
+def _coding_loop(outputs, recipe, examples, content, verbose):
+    return CodingLoop(
+        outputs.file,
+        recipe.blocks_per_round,
+        recipe.finetune_steps,
+        overwrite=outputs.replaces,
+        recalibration_data=recalibration_inputs(examples.batches, recipe),
+        posterior_path=outputs.posterior,
+        record_path=outputs.record,
+        record={"recipe": recipe.settings()},
+        verbose=verbose,
+        **content,
     )
 
 
-class _Outputs:
-    """The files of a run: where they are made, and where they will be.
-
-    Attributes:
-      file, posterior, record: where each is made, None for one that is not wanted.
-    """
-
-    def __init__(self, path, workdir, keep_posterior, record, overwrite):
-        path = pathlib.Path(path)
-        self._overwrite = overwrite
-        suffixes = {"file": ".miracle"}
-        suffixes |= {"posterior": ".posterior.npz"} if keep_posterior else {}
-        suffixes |= {"record": ".record.json"} if record else {}
-        final = {
-            name: path if name == "file" else path.with_suffix(suffix)
-            for name, suffix in suffixes.items()
-        }
-        made, begun = final, False
-        if workdir is not None:
-            folder = pathlib.Path(workdir)
-            made = {name: folder / f"coded{suffixes[name]}" for name in final}
-            states = ("state.npz", "result.json")
-            begun = any((folder / name).exists() for name in states)
-        self.file, self.posterior, self.record = (
-            made.get(name) for name in ("file", "posterior", "record")
-        )
-        self._places = [(made[name], final[name]) for name in final]
-        for source, output in self._places:
-            # What a run has made before it may make again, also in its own folder.
-            to_come = made is not final and source == output and not output.exists()
-            if not (to_come or (begun and _is_copied(source, output))):
-                files.check_output(output, overwrite)
-
-    def publish(self):
-        """Copies what was made elsewhere to where it will be."""
-        for source, output in self._places:
-            if not _is_copied(source, output):
-                files.write_atomically(output, source.read_bytes(), self._overwrite)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Objective:
-    """What is minimized and measured."""
-
-    loss: object
-    loss_weights: object
-    metrics: object
-    class_weight: dict | None
-
-    @classmethod
-    def of(cls, model, loss, metrics, class_weight, distill):
-        """That of a model, unless another loss is given."""
-        weights = None
-        if loss is None and model.compiled:
-            loss, weights = model.loss, compiled_loss_weights(model)
-        if distill:
-            hard = model.loss if model.compiled else None
-            loss = soft_loss(hard) if loss is hard else loss
-        return cls(loss, weights, metrics, class_weight)
-
-    def check(self, net, batch, data):
-        """Raises a ValueError if there is nothing to minimize, or weights clash."""
-        if self.loss is None and not _adds_losses(net, batch):
-            raise ValueError(
-                "`loss` is missing: compile the model with a loss first, pass one, or "
-                "have a layer call `add_loss`."
-            )
-        has_weights = isinstance(data, tuple) and len(data) == 3
-        if self.class_weight is not None and (self.loss is None or has_weights):
-            raise ValueError(
-                "`class_weight` needs labels with a `loss`, and no weights of examples."
-            )
-
-    def compile(self, network, learning_rate=1e-3):
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        network.compile(
-            keras.optimizers.Adam(learning_rate),
-            self.loss,
-            loss_weights=self.loss_weights,
-            metrics=self.metrics,
-            # Several steps under several replicas are more than Keras can do.
-            steps_per_execution=1 if replicas > 1 else STEPS_PER_EXECUTION,
-            # With XLA where there is an accelerator. On a CPU, where it makes
-            # convolutions slow, only the posterior is compiled.
-            jit_compile="auto",
-        )
-        return network
-
-    def settings(self):
-        """It, as JSON that another process would write, too."""
-        names = ("loss", "loss_weights", "metrics", "class_weight")
-        return {name: _description(getattr(self, name)) for name in names}
+def _result(path, model, kept):
+    """What `compress` returns, of the file and of what the run kept."""
+    return CompressionResult(
+        os.fspath(path),
+        model,
+        MiracleFile.read(path, max_weights=None),
+        os.path.getsize(path),
+        *(kept[name] for name in ("stages", "history", "curve", "seconds")),
+    )
 
 
 class _Phases:
     """The phases of a run, one after the other; `Run` skips those that are done."""
 
-    def __init__(
-        self, run, recipe, rules, objective, batches, validation_data, callbacks
-    ):
+    def __init__(self, run, recipe, rules, objective, examples, callbacks):
         self._run, self._recipe, self._objective = run, recipe, objective
         self._options = {**recipe.model_options(), "rules": rules}
-        self._batches, self._validation_data = batches, validation_data
+        batches = examples.batches
+        self._batches = shifted(batches, recipe) if recipe.max_shift else batches
+        self._validation_data = examples.validation_data
         self._callbacks = callbacks
 
     def evaluate(self, stage, network):
@@ -417,62 +370,6 @@ class _Phases:
         if self._recipe.decay == "constant" or not steps:
             return learning_rate
         return keras.optimizers.schedules.CosineDecay(learning_rate, steps)
-
-
-def _copy(model, seed, batch):
-    """A copy of the network, made as the file will make it.
-
-    It computes the same on a batch of inputs. Its layers with noise of their own
-    (dropout) start from `seed`.
-    """
-    if not model.built:
-        raise ValueError(
-            f"`model` ({model.name!r}) has no weights yet. Build it first."
-        )
-    copy = check_network(model, batch)
-    if posteriors(model):
-        raise ValueError(
-            f"`model` ({model.name!r}) has a posterior already. Code it with `fit` and "
-            "a CompressionCallback, or pass a plain network, such as what "
-            "`VariationalModel.materialize` returns."
-        )
-    generators = [g for layer in walk(copy) for g in seed_generators(layer)]
-    states = np.random.SeedSequence(seed).generate_state(len(generators))
-    for generator, state in zip(generators, states, strict=True):
-        generator.state.assign([int(state) % 2**31, 0])
-    return copy
-
-
-def _is_copied(source, copy):
-    both = source.is_file() and copy.is_file()
-    return both and source.read_bytes() == copy.read_bytes()
-
-
-def _description(setup):
-    """What a loss or metrics are, as JSON that another process would write, too.
-
-    Not as Keras serializes them, which many cannot be; without addresses, and without
-    the names, which Keras numbers.
-    """
-    if isinstance(setup, dict):
-        return {str(k): _description(v) for k, v in setup.items() if k != "name"}
-    if isinstance(setup, list | tuple):
-        return [_description(part) for part in setup]
-    if setup is None or isinstance(setup, str | int | float):
-        return setup if setup is None else str(setup)
-    of = setup if hasattr(setup, "__qualname__") else type(setup)
-    name = f"{of.__module__}.{of.__qualname__}"
-    try:
-        return [name, _description(dict(setup.get_config()))]
-    except Exception:  # has none, or one that cannot be made
-        return name
-
-
-def _adds_losses(net, x):
-    """Whether the network has losses of its own, by `add_loss`."""
-    with keras.StatelessScope(collect_losses=True) as scope:  # which changes nothing
-        net(x, training=True)
-    return bool(scope.losses)
 
 
 def _evaluate(network, data, recipe):
