@@ -40,6 +40,7 @@ _PART = 32 * _CHUNK  # symbols that one core chooses
 _LOOKAHEAD = 48  # symbols that follow and matter
 _UNROLLED = 8  # weights of a symbol that are added up at once
 _UNREACHED = -1e30
+_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 # Beyond these a log weight says no more, and its square would leave float32.
 _MAX_PRECISION, _MAX_LOC = 1e12, 100.0
 _MAX_CANDIDATE = 4.35  # no normal of a table is larger
@@ -140,9 +141,11 @@ class TrellisCoder(Coder):
         else:
             ends = np.minimum(block_size * np.arange(len(blocks) + 1), len(weights))
             log_evidence = evidence / len(weights) * np.diff(ends)  # none for padding
-        return EncodedBlocks(
-            codes, log_weight.astype(np.float32), log_evidence.astype(np.float32)
+        log_weight, log_evidence = (
+            np.maximum(x, _LOWEST).astype(np.float32)
+            for x in (log_weight, log_evidence)
         )
+        return EncodedBlocks(codes, log_weight, log_evidence)
 
     def _search(self, weights, loc, log_scale, entered, start):
         """The symbols that enter at `weights`; the log evidence, if it is known."""
