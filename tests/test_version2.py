@@ -578,10 +578,14 @@ def test_layouts_that_make_no_sense(layout):
 
 def test_a_trellis_holds_as_many_bytes_as_its_states_can_say():
     def of(num_bytes):
-        return crafted([1, 65, 0, 2, 11, num_bytes, *LAYOUT[6:]], codes=bytes(num_bytes))
+        return crafted(
+            [1, 65, 0, 2, 11, num_bytes, *LAYOUT[6:]], codes=bytes(num_bytes)
+        )
 
     assert decode(of(4)).weights["a"].shape == (4,)  # 8 symbols
-    with pytest.raises(FileFormatError, match="from 0 to 4: a state of 11 bits holds 2"):
+    with pytest.raises(
+        FileFormatError, match="from 0 to 4: a state of 11 bits holds 2"
+    ):
         decode(of(5))
 
 
