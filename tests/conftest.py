@@ -36,17 +36,20 @@ def quick(eager, monkeypatch):
     import tensorflow as tf
 
     from tfmiracle.coding.minimal_random import MinimalRandomCoder
+    from tfmiracle.coding.trellis import TrellisCoder
 
-    encode = MinimalRandomCoder.encode
+    def compiled(encode):
+        def run(*arguments):
+            tf.config.run_functions_eagerly(False)
+            try:
+                return encode(*arguments)
+            finally:
+                tf.config.run_functions_eagerly(True)
 
-    def compiled(*arguments):
-        tf.config.run_functions_eagerly(False)
-        try:
-            return encode(*arguments)
-        finally:
-            tf.config.run_functions_eagerly(True)
+        return run
 
-    monkeypatch.setattr(MinimalRandomCoder, "encode", compiled)
+    for coder in (MinimalRandomCoder, TrellisCoder):
+        monkeypatch.setattr(coder, "encode", compiled(coder.encode))
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from tfmiracle.codec.code import MinimalRandomCode
 from tfmiracle.codec.codebook import CODEBOOKS, normal_quantiles
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import Levels
+from tfmiracle.codec.trellis import TrellisCode
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import (
     STORED_DTYPES,
@@ -77,16 +78,30 @@ def originals(seed: int, count: int = 40) -> list[bytes]:
     """The golden files and `count` small random ones, of both versions."""
     golden = [path.read_bytes() for path in sorted(GOLDEN.rglob("*.miracle"))]
     some = [random_file(random.Random(f"{seed}/original/{i}")) for i in range(count)]
-    return [*golden, *map(version1.to_bytes, some), *(rounded(f) for f in some)]
+    later = [
+        rounded(file, random.Random(f"{seed}/later/{i}")) for i, file in enumerate(some)
+    ]
+    return [*golden, *map(version1.to_bytes, some), *later]
 
 
-def rounded(file: MiracleFile) -> bytes:
-    """Version 2 of a file, with levels where it stores float32."""
+def rounded(file: MiracleFile, rng: random.Random) -> bytes:
+    """Version 2 of a file: levels instead of float32, and some groups as a trellis."""
     stored = [
         Levels.of(abs(value), 6, bool(i % 2)) if value.dtype == np.float32 else value
         for i, value in enumerate(file.stored)
     ]
-    return dataclasses.replace(file, stored=stored).to_bytes()
+    groups = [trellis(g, rng) if rng.random() < 0.5 else g for g in file.groups]
+    return dataclasses.replace(file, groups=groups, stored=stored).to_bytes()
+
+
+def trellis(group: CodedGroup, rng: random.Random) -> CodedGroup:
+    """A group as a trellis of random bytes."""
+    layout, state_bits = group.layout, rng.randint(8, 20)
+    most = state_bits // 4 * layout.num_effective // 2
+    packed = rng.randbytes(rng.randint(0, min(most, 30)))
+    code = TrellisCode(layout.seed, layout.num_effective, state_bits, len(packed))
+    codes = code.unpack(packed, layout.num_blocks, layout.block_size)
+    return dataclasses.replace(group, code=code, codes=codes)
 
 
 def random_file(rng: random.Random) -> MiracleFile:

@@ -19,7 +19,7 @@ TYPES |= {"int64": 8, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool":
 def decode(data: bytes, dictionary: bytes) -> dict[str, tuple[str, tuple, bytes]]:
     """Returns name -> (type, shape, values as little-endian bytes)."""
     names, groups, variables, stored = parse(data, dictionary)
-    coded = [iter(expand(group, group["members"])) for group in groups]
+    coded = [iter(expand(group, group["members"], vectors(group))) for group in groups]
     result = {}
     for name, v in zip(names, variables, strict=True):
         if "type" in v:
@@ -225,8 +225,11 @@ def candidate(group, block):
     return [flip[d] * y[shuffle[d]] for d in range(size)]
 
 
-def expand(group, members):  # section 8
-    candidates = [candidate(group, b) for b in range(group["B"])]
+def vectors(group):
+    return [candidate(group, b) for b in range(group["B"])]
+
+
+def expand(group, members, candidates):  # section 8
     slot = permutation(group["seed"], 5, 0, group["N"])
     first = 0
     for position, v in enumerate(members):

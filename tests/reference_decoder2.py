@@ -5,13 +5,14 @@ with version 1 is that of `reference_decoder`. Slow, and of no use but to be rea
 the document and to be compared with `tfmiracle.decoder`.
 """
 
+import functools
 import json
 import math
 import re
 import struct
 import zlib
 
-from reference_decoder import TYPES, binary32, expand
+from reference_decoder import TYPES, binary32, expand, philox, quantiles, vectors
 
 KINDS = [*TYPES, "levels", "squares"]
 
@@ -33,10 +34,14 @@ def decode(data, dictionary, table) -> dict[str, tuple[str, tuple, bytes]]:
         group["N"] = sum(-(-math.prod(v["shape"]) // v["hash"]) for v in members)
         group["B"] = -(-group["N"] // group["D"])
         size = group["bytes"] if number + 1 < len(groups) else len(codes)
-        assert size == -(-group["B"] * group["bits"] // 8)
-        string, codes = int.from_bytes(codes[:size], "little"), codes[size:]
-        group["string"] = string
-        coded.append(iter(expand(group, members)))
+        own, codes = codes[:size], codes[size:]
+        if group["kind"] == "trellis":
+            candidates = trellis(group, own)
+        else:
+            assert size == -(-group["B"] * group["bits"] // 8)
+            group["string"] = int.from_bytes(own, "little")
+            candidates = vectors(group)
+        coded.append(iter(expand(group, members, candidates)))
     assert not codes
 
     result = {}
@@ -103,10 +108,13 @@ def parse_layout(source):  # section 3
     groups = []
     count = varint(source)
     for g in range(count):
-        assert varint(source) == 0  # mrc
-        group = {"seed": varint(source)}
+        group = {"kind": {0: "mrc", 65: "trellis"}[varint(source)]}
+        group["seed"] = varint(source)
         assert varint(source) == 2
-        group |= {"bits": varint(source), "shared": varint(source) == 1}
+        if group["kind"] == "mrc":
+            group |= {"bits": varint(source), "shared": varint(source) == 1}
+        else:
+            group |= {"state_bits": varint(source), "length": varint(source)}
         group["D"] = varint(source)
         assert varint(source) == 0  # mean zero
         if g + 1 < count:
@@ -160,6 +168,32 @@ def parse_values(source, groups, variables):  # section 5
                 raw = take(source, TYPES.get(v["type"], 1) * math.prod(v["shape"]))
                 v["values"] = raw
                 v["levels"] = struct.unpack(f"{len(raw)}b", raw)
+
+
+def trellis(group, codes):  # section 6
+    """The candidates of all blocks, the last of which may be short."""
+    bits, count = group["state_bits"], group["N"]
+    assert 8 <= bits <= 20 and len(codes) == group["length"]
+    symbols = [half for byte in codes for half in (byte % 16, byte // 16)]
+    assert len(symbols) <= bits // 4 * count
+    entering = [[] for _ in range(count)]
+    for i, symbol in enumerate(symbols):
+        entering[i * count // len(symbols)].append(symbol)
+    table_bits = max(16, bits)
+    state, flat = 0, []
+    for t in range(count):
+        for symbol in entering[t]:
+            state = (16 * state + symbol) % 2**bits
+        offset = t * 0x9E3779B1 % 2**32 // 2 ** (32 - table_bits)
+        entry = (state + offset) % 2**table_bits
+        flat.append(eight_normals(group["seed"], entry // 8)[entry % 8])
+    return [flat[b : b + group["D"]] for b in range(0, count, group["D"])]
+
+
+@functools.lru_cache(1 << 12)
+def eight_normals(seed, g):
+    words = philox((0, g, 0, 9), seed)
+    return [quantiles()[half] for w in words for half in (w % 65536, w // 65536)]
 
 
 def lengthen(short, table):  # section 7

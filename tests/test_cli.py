@@ -229,6 +229,37 @@ def compressed(tmp_path, net, x, y, **sets):
     ]
 
 
+def test_a_trellis_of_any_bits(made, tmp_path, few_steps, run, capsys):
+    output = tmp_path / "out.miracle"
+    arguments = [f"--data={made / 'data.npz'}", f"--model={made / 'net.keras'}"]
+    trellis = ["--coder=trellis", "--state_bits=10", "--block_bits=3.5"]
+    result = run(
+        "compress",
+        *arguments,
+        f"--output={output}",
+        *QUICK,
+        "--block_size=40",
+        *trellis,
+    )
+    effective = 210 + 60 + 93  # one, norm, two
+    assert result["effective_weights"] == effective
+    num_bytes = round(3.5 * effective / 40 / 8)
+    assert result["payload_bytes"] == num_bytes == 4
+    bits = round(8 * num_bytes * 40 / effective, 2)
+    assert (result["code"], result["block_bits"]) == ("trellis", bits)
+    assert result["codebook"] is None
+    (group,) = MiracleFile.read(output).groups
+    assert group.code.parameters() == (10, num_bytes)
+    found = run("info", output)
+    assert {key: found[key] for key in SIZES} == {key: result[key] for key in SIZES}
+    coded = sum(v["bits"] for v in found["variables"] if v["treatment"] == "coded")
+    assert coded == pytest.approx(8 * num_bytes, abs=0.5)
+    assert cli.main(["info", str(output)]) == 0
+    assert f"10 blocks of 40 weights, {bits} bits each" in capsys.readouterr().out
+    evaluated = run("evaluate", output, arguments[0])
+    assert evaluated["error"] == result["error"]
+
+
 def test_sequences_and_one_hot_labels(tmp_path, few_steps, run):
     rng, y = np.random.default_rng(0), np.arange(30) % 3
     net = keras.Sequential(

@@ -67,7 +67,7 @@ BAD = [
     ("scale", np.nan, "scale must be a positive number"),
     ("seconds", np.inf, "seconds must be a number"),
     ("settings", [], "settings must be an object"),
-    ("settings.block_bits", None, "settings.block_bits must be an integer"),
+    ("settings.block_bits", None, "settings.block_bits must be a positive number"),
     ("settings.kl_bits", -1, "settings.kl_bits must be a number of at least 0 or null"),
     ("sizes", {}, "sizes lacks 'payload_ratio'"),
     ("sizes.payload_ratio", 0, "payload_ratio must be a positive number"),

@@ -116,13 +116,17 @@ def without_time(rows):
 
 # In the first phase, in the second and while coding; twice in each, or once.
 @pytest.mark.parametrize(
-    "parameterization, workdir, kills",
-    [("mean_kl", "work", [3, 2, 5, 1, 5, 1]), ("mean_var", None, [7, 8])],
+    "options, workdir, kills",
+    [
+        ({}, "work", [3, 2, 5, 1, 5, 1]),
+        ({"parameterization": "mean_var"}, None, [7, 8]),
+        ({"coder": "trellis", "state_bits": 8, "block_bits": 7.5}, "work", [15, 1]),
+    ],
 )
 def test_killed_anywhere_the_result_is_the_same(
-    parameterization, workdir, kills, tmp_path, every_step, whole
+    options, workdir, kills, tmp_path, every_step, whole
 ):
-    recipe = dataclasses.replace(RECIPE, parameterization=parameterization)
+    recipe = dataclasses.replace(RECIPE, **options)
     folder, expected = whole(recipe, workdir)
     assert (folder / "work").exists() == bool(workdir)
     for step in kills:

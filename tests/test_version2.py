@@ -29,6 +29,7 @@ from tfmiracle.codec import keras_json, version2
 from tfmiracle.codec.code import CODES, MinimalRandomCode, RandomCode
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.parts import Levels
+from tfmiracle.codec.trellis import TrellisCode
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import (
     CodedGroup,
@@ -82,6 +83,29 @@ def net_file():
     )  # fmt: skip
 
 
+def trellis_group(layout, state_bits, packed, scales):
+    """A group of a trellis whose codes are some bytes."""
+    code = TrellisCode(layout.seed, layout.num_effective, state_bits, len(packed))
+    codes = code.unpack(packed, layout.num_blocks, layout.block_size)
+    return CodedGroup(layout, code, np.array(scales, np.float32), codes)
+
+
+def trellis_file():
+    """`net_file` in two groups: many weights a symbol, and several symbols a weight."""
+    first = WeightLayout(
+        [CodedVariable((4, 3), 2, 0), CodedVariable((3,), 1, 1)], 4, 2**63 + 5
+    )
+    second = WeightLayout([CodedVariable((3, 2)), CodedVariable((2,))], 3, 7)
+    return dataclasses.replace(
+        net_file(),
+        coded=[(0, 0), (0, 1), None, None, (1, 0), (1, 1)],
+        groups=[
+            trellis_group(first, 10, bytes.fromhex("2f81"), [0.3, 0.05]),
+            trellis_group(second, 17, bytes.fromhex("fedcba98765432"), [0.25]),
+        ],
+    )
+
+
 def without_architecture(file):
     fingerprint = version2.fingerprint(file.architecture)
     return dataclasses.replace(file, architecture=None, fingerprint=fingerprint)
@@ -89,8 +113,16 @@ def without_architecture(file):
 
 @st.composite
 def files2(draw):
-    """As `files`, with levels, networks that have a short form, and none at all."""
+    """As `files`, with levels, trellises, networks in the short form, and none."""
     file = draw(files().filter(dense_scales))
+    groups = []
+    for group in file.groups:
+        if draw(st.booleans()):
+            state_bits = draw(st.integers(8, 20))
+            most = state_bits // 4 * group.layout.num_effective // 2
+            packed = draw(st.binary(max_size=min(most, 40)))
+            group = trellis_group(group.layout, state_bits, packed, group.scales)
+        groups.append(group)
     stored = []
     for value in file.stored:
         if value.dtype == np.float32 and draw(st.booleans()):
@@ -102,7 +134,11 @@ def files2(draw):
     architecture = draw(st.sampled_from([file.architecture, NET, None]))
     fingerprint = draw(st.integers(0, 2**32 - 1)) if architecture is None else None
     return dataclasses.replace(
-        file, stored=stored, architecture=architecture, fingerprint=fingerprint
+        file,
+        groups=groups,
+        stored=stored,
+        architecture=architecture,
+        fingerprint=fingerprint,
     )
 
 
@@ -143,7 +179,7 @@ def test_round_trip_and_what_the_document_says(file):
     compare_with_reference(data)
 
 
-@pytest.mark.parametrize("make", [net_file, small_file, empty_file])
+@pytest.mark.parametrize("make", [net_file, small_file, empty_file, trellis_file])
 def test_files_with_and_without_their_architecture(make):
     file = make()
     assert_same2(file, MiracleFile.from_bytes(file.to_bytes()))
@@ -191,6 +227,14 @@ def test_groups_say_how_long_their_codes_are():
     seed = varint(2**63 + 5)
     head = b"\2\0" + seed + bytes([2, 13, 1, 4, 0, 5]) + bytes([0, 7, 2, 0, 0, 3, 0])
     assert layout.startswith(head)
+
+
+def test_a_trellis_is_numbered():
+    inflated, codes = reference_decoder2.parts(trellis_file().to_bytes(), DICTIONARY2)
+    layout = inflated[inflated.index(0) + 1 :]
+    head = b"\2\x41" + varint(2**63 + 5) + bytes([2, 10, 2, 4, 0, 2])
+    assert layout.startswith(head + bytes([65, 7, 2, 17, 7, 3, 0]))
+    assert codes.hex() == "2f81" + "fedcba98765432"
 
 
 # Levels.
@@ -498,7 +542,16 @@ SENSELESS = {
     "an unknown code": [1, 2, *b"ab", *LAYOUT[2:]],
     "a code by name that has a number": [1, 3, *b"mrc", *LAYOUT[2:]],
     "a code that is no ASCII": [1, 2, 200, 200, *LAYOUT[2:]],
-    "a name of 65 bytes": [1, 65, *65 * b"a", *LAYOUT[2:]],
+    "a name of 66 bytes": [1, 66, *66 * b"a", *LAYOUT[2:]],
+    "a trellis by name": [1, 7, *b"trellis", 0, 2, 8, 2, *LAYOUT[6:]],
+    "a trellis without bytes of its own": [1, 65, 0, 1, 8, *LAYOUT[6:]],
+    "a trellis of 3 parameters": [1, 65, 0, 3, 8, 2, 0, *LAYOUT[6:]],
+    "a state of 7 bits": [1, 65, 0, 2, 7, 2, *LAYOUT[6:]],
+    "a state of 21 bits": [1, 65, 0, 2, 21, 2, *LAYOUT[6:]],
+    "a trellis longer than its codes": [1, 65, 0, 2, 8, 3, *LAYOUT[6:]],
+    "a trellis shorter than its codes": [1, 65, 0, 2, 8, 1, *LAYOUT[6:]],
+    "a trellis of 4 GiB": [1, 65, 0, 2, 20, *varint(2**32 - 1), *LAYOUT[6:]],
+    "a trellis of large blocks": [1, 65, 0, 2, 8, 2, 5, *LAYOUT[7:]],
     "2^12 + 1 groups": replaced(0, 2**12 + 1),
     "an empty group": [2, *HEAD, 2, *HEAD, 2, 0, 2, *LAYOUT[11:]],
     "no group": [0, *LAYOUT[8:]],
@@ -524,6 +577,19 @@ def test_layouts_that_make_no_sense(layout):
     for values in (SCALE + PLAIN, SCALE, SCALE + SCALE + PLAIN):
         with pytest.raises(FileFormatError):
             decode(crafted(layout, values=values))
+
+
+def test_a_trellis_holds_as_many_bytes_as_its_states_can_say():
+    def of(num_bytes):
+        return crafted(
+            [1, 65, 0, 2, 11, num_bytes, *LAYOUT[6:]], codes=bytes(num_bytes)
+        )
+
+    assert decode(of(4)).weights["a"].shape == (4,)  # 8 symbols
+    with pytest.raises(
+        FileFormatError, match="from 0 to 4: a state of 11 bits holds 2"
+    ):
+        decode(of(5))
 
 
 def test_an_unknown_prior_is_named():
@@ -706,7 +772,8 @@ def test_a_file_has_an_architecture_or_a_fingerprint():
 
 def test_mutations_behind_a_right_check_value():
     rng = random.Random(0)
-    files = [net_file(), small_file(), without_architecture(net_file())]
+    files = [net_file(), small_file(), trellis_file()]
+    files.append(without_architecture(net_file()))
     originals = [
         reference_decoder2.parts(data, DICTIONARY2)
         for data in [crafted(), *(file.to_bytes() for file in files)]
@@ -747,8 +814,10 @@ def test_mutations_behind_a_right_check_value():
 # SHA-256 of the values of all variables, as in `test_decoder`. The first three were
 # files of version 1.
 #   levels: `net_file`; weights_alone: the same, without its architecture
+#   trellis: `trellis_file`
 LEVELS = "73285f47a46a2809174b1fee0d8a388c6ef38f192782cd1d6cdc8039b639a666"
-GOLDEN2 = {**DIGESTS, "levels": LEVELS, "weights_alone": LEVELS}
+TRELLIS = "4d54515c220ab9bef24748df929aa2360c1345914169f14083b38b9f5e57e33a"
+GOLDEN2 = {**DIGESTS, "levels": LEVELS, "weights_alone": LEVELS, "trellis": TRELLIS}
 
 
 @pytest.mark.parametrize("name", GOLDEN2)
@@ -768,6 +837,7 @@ def test_golden_files_hold_the_same_networks_for_ever():
     for name in DIGESTS:
         assert_same(read[name], MiracleFile.read(GOLDEN / f"{name}.miracle"))
     assert_same2(read["levels"], net_file())
+    assert_same2(read["trellis"], trellis_file())
     assert_same2(read["weights_alone"], without_architecture(net_file()))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tfmiracle.codec import philox
 from tfmiracle.codec.code import CODES, RandomCode
-from tfmiracle.codec.codebook import normals
+from tfmiracle.codec.codebook import PER_CALL, normal_quantiles, normals
 from tfmiracle.codec.philox import Domain
 
 SYMBOL_BITS = 4
@@ -134,8 +134,13 @@ class TrellisCode(RandomCode):
     ) -> np.ndarray:
         first = philox.as_uint32("blocks", blocks).astype(np.int64) * block_size
         offsets = self.offsets(first[:, np.newaxis] + np.arange(block_size))
-        table = self.table()
-        return table[(codes + offsets) & np.int32(len(table) - 1)]
+        size = 1 << _table_bits(self.state_bits)
+        entries = (codes + offsets) & np.int32(size - 1)
+        if (
+            entries.size < size // PER_CALL
+        ):  # a file may have many groups of few weights
+            return _entries(self.seed, entries)
+        return self.table()[entries]
 
     def pack(self, codes: np.ndarray, block_size: int) -> bytes:
         # Each symbol from the state of the weight that it enters before.
@@ -189,3 +194,13 @@ def _table(seed: int, state_bits: int) -> np.ndarray:
     table = normals(seed, Domain.TRELLIS, zero, zero, size)[0]
     table.flags.writeable = False
     return table
+
+
+def _entries(seed: int, entries: np.ndarray) -> np.ndarray:
+    """Some entries of a table, by a call of Philox for each."""
+    counter = np.zeros((*entries.shape, 4), np.uint32)
+    counter[..., 1], counter[..., 3] = entries // PER_CALL, Domain.TRELLIS
+    words = philox.philox4x32(counter, philox.split_seed(seed))
+    halves = words.astype("<u4", copy=False).view("<u2")  # low half first
+    place = (entries % PER_CALL)[..., np.newaxis]
+    return normal_quantiles()[np.take_along_axis(halves, place, -1)[..., 0]]

@@ -40,6 +40,7 @@ _PART = 32 * _CHUNK  # symbols that one core chooses
 _LOOKAHEAD = 48  # symbols that follow and matter
 _UNROLLED = 8  # weights of a symbol that are added up at once
 _UNREACHED = -1e30
+_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 # Beyond these a log weight says no more, and its square would leave float32.
 _MAX_PRECISION, _MAX_LOC = 1e12, 100.0
 _MAX_CANDIDATE = 4.35  # no normal of a table is larger
@@ -55,7 +56,7 @@ class TrellisCoder(Coder):
       state_bits: how many bits of the code a candidate depends on, 8 to 20. Time grows
         as 2**state_bits.
       block_bits: bits for each block on average, any number; the whole code takes the
-        next number of bytes.
+        nearest number of bytes.
       selection: "largest_weight" finds the code of largest importance weight, "sample"
         draws one with probability proportional to it.
       seed, num_weights, block_size: of the layout, see `Coder`.
@@ -101,12 +102,18 @@ class TrellisCoder(Coder):
         """Chooses the states of consecutive blocks, see `Coder.encode`.
 
         Raises:
-          ValueError: also if `blocks` are not consecutive, or the one before them is
-            not coded.
+          ValueError: also if `blocks` are none, not consecutive or not of the layout,
+            or the one before them is not coded.
         """
         code, block_size = self.code, np.shape(loc)[-1]
         ahead = self.lookahead(block_size)
         blocks, loc, log_scale = check_posterior(blocks, loc, log_scale, ahead)
+        count = -(-code.num_weights // block_size)
+        if not len(blocks) or blocks[-1] >= count:
+            raise ValueError(
+                f"`blocks` must be of the {count:,} that {code.num_weights:,} weights "
+                f"make, which `for_layout` says. Received: blocks={blocks}"
+            )
         if np.any(np.diff(blocks.astype(np.int64)) != 1) or (
             blocks[0] and before is None
         ):
@@ -132,10 +139,13 @@ class TrellisCoder(Coder):
         if evidence is None:
             log_evidence = log_weight - code.bits(block_size) * np.log(2)
         else:
-            log_evidence = np.full(len(blocks), evidence * block_size / len(weights))
-        return EncodedBlocks(
-            codes, log_weight.astype(np.float32), log_evidence.astype(np.float32)
+            ends = np.minimum(block_size * np.arange(len(blocks) + 1), len(weights))
+            log_evidence = evidence / len(weights) * np.diff(ends)  # none for padding
+        log_weight, log_evidence = (
+            np.maximum(x, _LOWEST).astype(np.float32)
+            for x in (log_weight, log_evidence)
         )
+        return EncodedBlocks(codes, log_weight, log_evidence)
 
     def _search(self, weights, loc, log_scale, entered, start):
         """The symbols that enter at `weights`; the log evidence, if it is known."""

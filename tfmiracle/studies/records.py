@@ -141,7 +141,7 @@ _RECORD = {  # what a record must hold, by place: "*" is any key, "a|b" both
     "seconds": "a number",
     "model|dtype_policy|data": "a text",
     "versions|machine": "an object",
-    "settings.block_bits": "an integer of at least 1",
+    "settings.block_bits": "a positive number",
     "settings.kl_bits": "a number of at least 0 or null",
     "sizes.payload_ratio": "a positive number",
     "sizes.blocks": "an integer of at least 1",

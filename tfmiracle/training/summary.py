@@ -26,7 +26,9 @@ def sizes(file: MiracleFile, file_bytes: int) -> dict:
         "effective_weights": sum(g.layout.num_effective for g in groups),
         "blocks": sum(g.layout.num_blocks for g in groups),
         "block_size": common(g.layout.block_size for g in groups),
-        "block_bits": common(g.code.bits(g.layout.block_size) for g in groups),
+        "block_bits": common(
+            round(g.code.bits(g.layout.block_size), 2) for g in groups
+        ),
         "code": common(g.code.identifier for g in groups),
         "codebook": common(getattr(g.code, "codebook", None) for g in groups),
     }
