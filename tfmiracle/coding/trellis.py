@@ -35,7 +35,7 @@ from tfmiracle.coding.philox_xla import philox4x32
 from tfmiracle.coding.workers import pool, workers
 
 _BRANCHES = 1 << SYMBOL_BITS
-_CHUNK = 512  # symbols between two looks back; paths meet long before
+_CHUNK = 1024  # symbols between two looks back; paths meet long before
 _PART = 32 * _CHUNK  # symbols that one core chooses
 _LOOKAHEAD = 48  # symbols that follow and matter
 _UNROLLED = 8  # weights of a symbol that are added up at once
