@@ -136,11 +136,8 @@ class TrellisCode(RandomCode):
         offsets = self.offsets(first[:, np.newaxis] + np.arange(block_size))
         size = 1 << _table_bits(self.state_bits)
         entries = (codes + offsets) & np.int32(size - 1)
-        if (
-            entries.size < size // PER_CALL
-        ):  # a file may have many groups of few weights
-            return _entries(self.seed, entries)
-        return self.table()[entries]
+        few = entries.size < size // PER_CALL  # a file may have many groups of few
+        return _entries(self.seed, entries) if few else self.table()[entries]
 
     def pack(self, codes: np.ndarray, block_size: int) -> bytes:
         # Each symbol from the state of the weight that it enters before.
