@@ -1,5 +1,6 @@
 """An own coder, prior and parameterization, as `docs/extending.md` shows them."""
 
+import dataclasses
 import json
 import re
 from typing import ClassVar
@@ -66,6 +67,43 @@ def test_an_own_coder(page, tmp_path, eager):
         other = coder.code.candidates([3, 8], np.full((2, 5), k), 5)
         best, weight = (x**2 - ((x - loc) / np.exp(log_scale)) ** 2 for x in (z, other))
         assert np.all(best >= weight - 1e-5)
+
+
+def test_a_coder_sees_what_is_around_its_blocks(page, eager):
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Around(page["ScalarCoder"]):
+        num_weights: int = 0
+        block_size: int = 0
+
+        def lookahead(self, block_size):
+            return 2
+
+        def encode(self, blocks, loc, log_scale, before=None):
+            seen.append((list(blocks), loc, before))
+            count = len(blocks)
+            return super().encode(blocks, loc[:count], log_scale[:count])
+
+    model = tfmiracle.VariationalModel(net(), coder=Around(weight_bits=2), block_size=5)
+    posterior = model.block_posterior  # of 44 weights in 9 blocks
+    assert posterior.coder == Around(0, 2, 44, 5)
+    assert posterior.coder.get_config() == {"weight_bits": 2}
+    loc = posterior.standardized()[0].numpy()
+    posterior.finalize_coding_scale()
+    first = posterior.encode([0, 1, 2])
+    posterior.fix([0, 1, 2], first.codes)
+    posterior.encode([3])
+    posterior.encode([7, 8])  # 6 is not coded
+    for (blocks, rows, before), expected, code in zip(
+        seen,
+        ([0, 1, 2, 3, 4], [3, 4, 5], [7, 8]),
+        (None, first.codes[2], None),
+        strict=True,
+    ):
+        assert blocks == expected[: len(blocks)]
+        np.testing.assert_array_equal(rows, loc[expected])
+        np.testing.assert_array_equal(before, code)
 
 
 def test_a_file_of_a_code_that_is_not_registered_says_so(page, tmp_path, eager):
