@@ -18,6 +18,7 @@ from tfmiracle import CompressionCallback, Recipe, VariationalModel
 from tfmiracle.codec.codebook import normals
 from tfmiracle.codec.philox import Domain
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
+from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.decoder import decode
 from tfmiracle.hosts.loading import load
 from tfmiracle.hosts.models import posteriors
@@ -109,6 +110,10 @@ WORKING = {
     "bfloat16": {"policy": "bfloat16"},
     "mixed_bfloat16": {"policy": "mixed_bfloat16"},
     "float64": {"policy": "float64"},
+    "a trellis of too few bits": {"coder": TrellisCoder(8, 2.5), "kl_bits": 60.0},
+    "a trellis of 8 bits a weight": {"coder": TrellisCoder(8, 64.0)},
+    "a trellis of blocks of one": {"coder": TrellisCoder(8, 0.3), "block_size": 1},
+    "a trellis of no bytes": {"coder": TrellisCoder(8, 0.1)},
 }
 
 
@@ -185,6 +190,7 @@ def test_combined_extremes(tmp_path, quick):
                     ["float16", "bfloat16", "mixed_float16", "mixed_bfloat16"]
                 ),
                 "codebook": st.sampled_from(["per_block", "shared"]),
+                "coder": st.sampled_from(["mrc", TrellisCoder(8, 1.5)]),
                 "warm_start": st.booleans(),
             },
         ),
