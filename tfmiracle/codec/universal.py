@@ -25,9 +25,9 @@ class UniversalCode(RandomCode):
     `block_bits`, in the order 0, -1, 1, -2, 2, ...
 
     The indices of relative entropy coders spread around 2**KL by a few bits each way.
-    So this takes half a bit more than the entropy of e, where a code with P(index)
-    falling as a power, which has to reach up from 1, takes one more (a zeta code or the
-    Zipf distribution) and Elias' delta code two: see `docs/coders_literature.md`.
+    Codes that start from 1 have to reach up there first: at a KL of 12 bits a Rice code
+    of e itself, a zeta code or the Zipf distribution takes a bit more than this one,
+    and Elias' delta code three (`docs/coders_literature.md`).
 
     Source: Golomb-Rice codes, Rice and Plaunt, "Adaptive variable-length coding for
     efficient compression of spacecraft television data" (1971).
@@ -59,7 +59,7 @@ class UniversalCode(RandomCode):
         """About what a block of the KL divergence takes, by experiment.
 
         It is what an index near 2**block_bits takes. Coders need 2 to 3 bits more than
-        the KL divergence on average; a single block may take up to 47.
+        the KL divergence on average; a single block may take up to 48.
         """
         return self.block_bits + 1 + RICE_BITS
 
