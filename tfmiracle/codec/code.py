@@ -42,6 +42,10 @@ class RandomCode(abc.ABC):
     def bits(self, block_size: int) -> float:
         """Bits that a block of `block_size` weights takes in a file, on average."""
 
+    def kl_bits(self, block_size: int) -> float:
+        """KL divergence that a block should have, in bits; what it takes by default."""
+        return self.bits(block_size)
+
     @abc.abstractmethod
     def check(self, codes: np.ndarray) -> None:
         """Raises a ValueError unless all of `codes`, `[B, *shape]`, are in range."""
@@ -118,7 +122,12 @@ def own_fields(cls) -> list[str]:
     return [name for name in names if name not in LAYOUT_FIELDS]
 
 
-CODES = Registry("code", RandomCode, trellis="tfmiracle.codec.trellis")
+CODES = Registry(
+    "code",
+    RandomCode,
+    trellis="tfmiracle.codec.trellis",
+    universal="tfmiracle.codec.universal",
+)
 
 
 @CODES.register

@@ -38,6 +38,7 @@ class Domain(enum.IntEnum):
     PRUNING = 8  # of random pruning; serves no file
     TRELLIS = 9  # the candidates of a trellis
     TRELLIS_SELECTION = 10
+    ARRIVAL = 11  # when candidates arrive, for coders of `poisson`; serves no file
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

@@ -102,6 +102,10 @@ CODERS = Registry(
     Coder,
     mrc="tfmiracle.coding.minimal_random",
     trellis="tfmiracle.coding.trellis",
+    orc="tfmiracle.coding.poisson",
+    a_star="tfmiracle.coding.poisson",
+    pfr="tfmiracle.coding.poisson",
+    gprs="tfmiracle.coding.poisson",
 )
 
 

@@ -43,8 +43,8 @@ class BlockPosterior(keras.layers.Layer):
       coder: how blocks will be coded, under the seed of the layout; minimal random
         coding by default.
       prior: the means of the coding distribution; zero by default.
-      kl_bits: the budget, KL(Q || P) of each block in bits; by default the bits of its
-        code, as in the paper.
+      kl_bits: the budget, KL(Q || P) of each block in bits; by default what its code
+        says, the bits that it takes, as in the paper.
       log_scale_rate: see `CodingDistribution`.
       noise_seed: seed of the noise in training; by default that of the layout.
 
@@ -70,7 +70,7 @@ class BlockPosterior(keras.layers.Layer):
         self.parameterization = parameterization
         self.coder = (coder or MinimalRandomCoder()).for_layout(layout)
         if kl_bits is None:
-            kl_bits = self.code.bits(layout.block_size)
+            kl_bits = self.code.kl_bits(layout.block_size)
         self.kl_bits = float(kl_bits)
         noise_seed = layout.seed if noise_seed is None else noise_seed
         self.noise_seed = NoiseSeed(noise_seed % 2**31)
