@@ -149,11 +149,11 @@ def test_encoding_is_that_of_the_enumeration(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_process_has_threads_of_its_own():
-    coder._pool(2).submit(int).result()
+    coder.pool(2).submit(int).result()
     child = os.fork()
     if not child:
         signal.alarm(5)  # ends it
-        os._exit(coder._pool(2).submit(int).result(4))
+        os._exit(coder.pool(2).submit(int).result(4))
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -174,7 +174,7 @@ def test_shared_blocks_are_scored_together():
 
 
 def test_blocks_of_more_than_one_product(monkeypatch):
-    monkeypatch.setattr(coder, "usable_cores", lambda: 3)
+    monkeypatch.setattr(coder, "workers", lambda: 3)
     monkeypatch.setattr(coder, "_PRODUCT_MAX", 96)
     the_coder = the_papers(BITS, SEED, "shared")
     loc, log_scale = posterior(200, 7)
@@ -354,7 +354,7 @@ def test_seeds_and_blocks_matter():
 
 
 def test_nothing_is_compiled_again(monkeypatch):
-    monkeypatch.setattr(coder, "usable_cores", lambda: 1)
+    monkeypatch.setattr(coder, "workers", lambda: 1)
     loc, log_scale = posterior(1, 7)
     size, leaf = 1 << BITS, coder.leaf_size(BITS)
     passes = [
@@ -407,7 +407,7 @@ def test_the_number_of_cores_changes_nothing(codebook_name, blocks, monkeypatch)
     loc, log_scale = posterior(blocks, 7)
     found = []
     for cores in (1, 3, 8):
-        monkeypatch.setattr(coder, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(coder, "workers", lambda cores=cores: cores)
         ours = the_papers(18, SEED, codebook_name)
         found.append(ours.encode(np.arange(blocks), loc, log_scale))
     for other in found[1:]:
