@@ -62,7 +62,7 @@ def encoded(coder, loc, log_scale):
     "block_size, make", [(1, posterior), (3, posterior), (2, wide_posterior)]
 )
 def test_what_is_coded_is_a_sample_of_q(cls, block_size, make):
-    count = 1500 if cls is PoissonFunctionalCoder else 250
+    count = 1500 if cls is PoissonFunctionalCoder else 150
     bits = np.linspace(0.1, 4, count)[:, np.newaxis]
     q = make(count, block_size, *([bits] if make is posterior else []))
     found, z = encoded(cls(seed=SEED), *q)

@@ -1,4 +1,4 @@
-"""Coders of the literature: candidates arrive in time, and early ones are short.
+"""Coders of the literature: candidates arrive in time, an early one takes few bits.
 
 Candidate i = 0, 1, ... of a block arrives at time T_i = E_0 + ... + E_i, a sum of
 exponential variables of mean 1, so that candidates and times are a Poisson process. A
