@@ -227,7 +227,7 @@ def in_one_shot(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
         tfmiracle.compress(
             net,
             train,
-            path,
+            path=path,
             recipe=recipe,
             rules=RULES,
             workdir=path.with_suffix(".run"),

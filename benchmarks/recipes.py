@@ -128,6 +128,27 @@ CODERS = {
     for size, (rules, block_size, longer) in SIZES.items()
     for coder in ("mrc", "trellis")
 }
+# More KL than bits, and KL that more weights share.
+BUDGETS = {
+    f"{name}, KL of {kl_bits} bits": {**variant, "kl_bits": kl_bits}
+    for name, variant in CODERS.items()
+    for kl_bits in (22, 25, 30, 40)
+}
+_at_155 = CODERS["trellis, 1.55 kB, a quarter of the steps"]
+TRELLISES = {
+    "18 state bits": {"state_bits": 18},
+    "KL shared by 125 weights": {
+        "block_size": 125,
+        "block_bits": 100,
+        "blocks_per_round": 5,
+    },
+    "KL shared by 625 weights": {
+        "block_size": 625,
+        "block_bits": 500,
+        "blocks_per_round": 1,
+    },
+    "rounds of 50 blocks": {"blocks_per_round": 50, "steps": (1000, 3000, 210)},
+}
 CHOICES = {
     "no L2 penalty": {"l2": None},
     # About as many images as in batches of 64.
@@ -187,6 +208,11 @@ VARIANTS = {
     },
     **{f"quarter: {name}": {"steps": QUARTER, **v} for name, v in CHOICES.items()},
     **CODERS,
+    **BUDGETS,
+    **{
+        f"trellis, 1.55 kB, a quarter of the steps, {name}": {**_at_155, **choice}
+        for name, choice in TRELLISES.items()
+    },
 }
 STEPS = ("warmup_steps", "train_steps", "finetune_steps")
 STAGES = ("warmup", "posterior_mean", "posterior_sample", "decoded")
