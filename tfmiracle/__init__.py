@@ -54,6 +54,8 @@ _MODULE_OF = {
     "Prior": "codec.prior",
     "RandomCode": "codec.code",
     "Recipe": "recipe",
+    "TrellisCode": "codec.trellis",
+    "TrellisCoder": "coding.trellis",
     "VariationalModel": "hosts.models",
     "WeightLayout": "codec.layout",
     "compress": "training.compression",
