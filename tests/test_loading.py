@@ -312,7 +312,7 @@ resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 29), -1))
 found = {}
 for name, architecture in costly.items():
     used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
-    resource.setrlimit(resource.RLIMIT_CPU, (used + 5, -1))
+    resource.setrlimit(resource.RLIMIT_CPU, (used + 20, -1))
     try:
         to_network(DecodedNetwork({}, architecture, {}))
     except Exception as error:
