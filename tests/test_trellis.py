@@ -18,6 +18,7 @@ from tfmiracle.coding.coder import CODERS, SELECTIONS
 from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.decoder import decode
 from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.training.size import recipe_for
 
 SEED = 0xFEDCBA9876543210
 STATE_BITS = 8
@@ -644,3 +645,29 @@ def test_recipes_say_what_a_coder_takes():
     for state_bits in (7, 21, 9.5):
         with pytest.raises(ValueError, match="`state_bits` must be an integer from 8"):
             tfmiracle.Recipe(coder="trellis", state_bits=state_bits)
+
+
+def test_a_short_last_block_has_more_kl_than_it_can_use():
+    net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(7)])
+    model = tfmiracle.VariationalModel(
+        net, coder="trellis", state_bits=8, block_size=9, block_bits=36, kl_bits=300
+    )
+    posterior = model.block_posterior  # 28 weights: one in the last block
+    posterior.finalize_coding_scale()
+    coded = posterior.encode(range(4))
+    assert np.all(np.isfinite(coded.log_weight))
+    posterior.fix(range(4), coded.codes)
+
+
+@pytest.mark.parametrize("block_bits", ["abc", None, [1], True, -1, np.nan, np.inf])
+def test_bits_of_a_block_are_a_number(block_bits):
+    with pytest.raises(ValueError, match="`block_bits` must be"):
+        TrellisCoder(block_bits=block_bits)
+
+
+def test_targets_need_codes_of_known_size():
+    net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(70)])
+    with pytest.raises(ValueError, match="`target` needs a coder"):
+        recipe_for(net, 400, tfmiracle.Recipe(coder="orc", block_bits=6))
+    recipe = recipe_for(net, 400, tfmiracle.Recipe(coder="trellis"))
+    assert 8 < recipe.block_bits * 280 / 20 / 8 < 400

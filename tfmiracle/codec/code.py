@@ -28,10 +28,13 @@ class RandomCode(abc.ABC):
 
     Attributes:
       identifier: name of the kind of code in a file, printable ASCII.
+      exact_size: whether `bits` is what every block takes, and not a mean, so that
+        the size of a file is known before it is trained.
       seed: unsigned 64-bit integer that everything random depends on.
     """
 
     identifier: ClassVar[str]
+    exact_size: ClassVar[bool] = True
     seed: int
 
     def shape(self, block_size: int) -> tuple[int, ...]:

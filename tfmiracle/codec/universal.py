@@ -41,6 +41,7 @@ class UniversalCode(RandomCode):
     """
 
     identifier: ClassVar[str] = "universal"
+    exact_size: ClassVar[bool] = False
     seed: int = 0
     block_bits: int = 12
 

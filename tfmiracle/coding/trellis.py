@@ -33,7 +33,9 @@ from tfmiracle.coding.coder import (
 )
 from tfmiracle.coding.philox_xla import philox4x32
 from tfmiracle.coding.workers import pool, workers
+from tfmiracle.options import number
 
+_BLOCK_BITS = number(0)
 _BRANCHES = 1 << SYMBOL_BITS
 _CHUNK = 1024  # symbols between two looks back; paths meet long before
 _PART = 32 * _CHUNK  # symbols that one core chooses
@@ -77,9 +79,9 @@ class TrellisCoder(Coder):
     def __post_init__(self) -> None:
         check_selection(self.selection)
         check_state_bits(self.state_bits)
-        if not 0 <= self.block_bits < float("inf"):
+        if not _BLOCK_BITS.accepts(self.block_bits):
             raise ValueError(
-                "`block_bits` must be a number of at least 0. "
+                f"`block_bits` must be {_BLOCK_BITS.requirement}. "
                 f"Received: block_bits={self.block_bits!r}"
             )
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmiracle.codec.code import RandomCode
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.prior import PRIORS, Prior, ZeroMean, weights
-from tfmiracle.coding.coder import Coder, EncodedBlocks
+from tfmiracle.coding.coder import MAX_LOG_SCALE, Coder, EncodedBlocks
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.keras_internals import own_variables
 from tfmiracle.options import check_option
@@ -327,7 +327,9 @@ class BlockPosterior(keras.layers.Layer):
         before = None
         if blocks[0] and self.fixed[blocks[0] - 1]:
             before = self.codes[blocks[0] - 1]
-        return self.coder.encode(blocks, loc.numpy(), log_scale.numpy(), before)
+        # A short last block may have more KL than its few weights can use.
+        log_scale = np.clip(log_scale.numpy(), -MAX_LOG_SCALE, MAX_LOG_SCALE)
+        return self.coder.encode(blocks, loc.numpy(), log_scale, before)
 
     def fix(self, blocks: Sequence[int], codes: np.ndarray) -> None:
         """Fixes blocks to what their codes stand for, now and for ever.

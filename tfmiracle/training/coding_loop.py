@@ -267,8 +267,10 @@ class CodingLoop:
                 "kl_bits": float(np.mean(kl)),
                 "max_kl_bits": float(np.max(kl)),
                 "over_budget": int(np.sum(np.concatenate(excess))),
-                "log_weight": float(np.mean(np.concatenate(weight))),
-                "log_evidence": float(np.mean(np.concatenate(evidence))),
+                "log_weight": float(np.mean(np.concatenate(weight), dtype=np.float64)),
+                "log_evidence": float(
+                    np.mean(np.concatenate(evidence), dtype=np.float64)
+                ),
                 "seconds": time.monotonic() - self._start,
                 **logs,
             }

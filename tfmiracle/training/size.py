@@ -47,6 +47,11 @@ def recipe_for(
         | {"block_size": sum(int(np.prod(v.shape)) for v in net.weights)},
     )
     posterior = probe.block_posterior
+    if not posterior.code.exact_size:
+        raise ValueError(
+            f"`target` needs a coder whose codes have a known size. That of coder "
+            f"{posterior.coder.identifier!r} varies: give `block_size` instead."
+        )
     posterior.finalize_coding_scale()
     code, count = posterior.code, posterior.layout.num_effective
     posterior.fix([0], np.zeros((1, *code.shape(count)), int))
