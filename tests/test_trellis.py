@@ -379,7 +379,7 @@ def test_coders_that_cannot_be():
         ({"state_bits": 7}, "`state_bits` must be an integer from 8 to 20"),
         ({"state_bits": 21}, "`state_bits` must be an integer from 8 to 20"),
         ({"state_bits": 8.5}, "`state_bits` must be an integer"),
-        ({"block_bits": -1}, "`block_bits` must be a number of at least 0"),
+        ({"block_bits": -1}, "`block_bits` must be a finite number of at least 0"),
         ({"block_bits": np.nan}, "`block_bits` must be a number"),
         ({"block_bits": np.inf}, "`block_bits` must be a number"),
         ({"selection": "best"}, "`selection` must be one of"),
