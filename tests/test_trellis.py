@@ -380,8 +380,8 @@ def test_coders_that_cannot_be():
         ({"state_bits": 21}, "`state_bits` must be an integer from 8 to 20"),
         ({"state_bits": 8.5}, "`state_bits` must be an integer"),
         ({"block_bits": -1}, "`block_bits` must be a finite number of at least 0"),
-        ({"block_bits": np.nan}, "`block_bits` must be a number"),
-        ({"block_bits": np.inf}, "`block_bits` must be a number"),
+        ({"block_bits": np.nan}, "`block_bits` must be a finite number"),
+        ({"block_bits": np.inf}, "`block_bits` must be a finite number"),
         ({"selection": "best"}, "`selection` must be one of"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -659,7 +659,7 @@ def test_a_short_last_block_has_more_kl_than_it_can_use():
     posterior.fix(range(4), coded.codes)
 
 
-@pytest.mark.parametrize("block_bits", ["abc", None, [1], True, -1, np.nan, np.inf])
+@pytest.mark.parametrize("block_bits", ["abc", None, [1], True])
 def test_bits_of_a_block_are_a_number(block_bits):
     with pytest.raises(ValueError, match="`block_bits` must be"):
         TrellisCoder(block_bits=block_bits)
