@@ -9,6 +9,7 @@ import numpy as np
 from tfmiracle.codec import philox
 from tfmiracle.codec.code import RandomCode, layout_fields, own_fields
 from tfmiracle.codec.layout import WeightLayout
+from tfmiracle.options import check_argument, one_of
 from tfmiracle.registry import Registry
 
 
@@ -94,6 +95,7 @@ class Coder(abc.ABC):
 
 
 MAX_LOG_SCALE = 80.0  # exp(-log_scale) is then a normal float32
+LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 # Of a candidate by its importance weight: by chance, or the largest.
 SELECTIONS = ("sample", "largest_weight")
 
@@ -130,11 +132,7 @@ def coder_of(coder: str | dict | Coder, **options) -> Coder:
 
 def check_selection(selection: str) -> None:
     """Raises a ValueError unless there is such a selection."""
-    if selection not in SELECTIONS:
-        raise ValueError(
-            f"`selection` must be one of {SELECTIONS}. "
-            f"Received: selection={selection!r}"
-        )
+    check_argument("selection", selection, one_of(*SELECTIONS))
 
 
 def check_posterior(

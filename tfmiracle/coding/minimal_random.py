@@ -27,6 +27,7 @@ from tfmiracle.codec.codebook import PER_CALL, normal_quantiles, normals, symmet
 from tfmiracle.codec.philox import Domain
 from tfmiracle.coding.coder import (
     CODERS,
+    LOWEST,
     Coder,
     EncodedBlocks,
     check_posterior,
@@ -35,7 +36,6 @@ from tfmiracle.coding.coder import (
 from tfmiracle.coding.philox_xla import calls
 from tfmiracle.coding.workers import on_gpu, pool, workers
 
-_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 _STEP = 64  # Several blocks are padded to this or 2, 4, 8 times it: few are compiled.
 _PRODUCT_MIN = 8  # blocks from which a matrix product is faster than one by one
 _PRODUCT_MAX = 512  # blocks of a matrix product
@@ -235,7 +235,7 @@ class MinimalRandomCoder(Coder):
             z = z.astype(np.float64)
             t = (z - loc) * np.exp(-log_scale)
             weights = 0.5 * ((z - t) * (z + t)).sum(1) - log_scale.sum()
-            return np.maximum(weights, _LOWEST)[np.newaxis]
+            return np.maximum(weights, LOWEST)[np.newaxis]
         leaf, loc, log_scale = _padded(leaf, loc, log_scale)
         address = [tf.constant(x, tf.uint32) for x in (key, domain, stream)]
         first = tf.constant(size * leaf, tf.uint32)
@@ -394,7 +394,7 @@ def _log_weights(key, domain, stream, index, loc, inverse_scale, log_volume):
         total = tf.foldl(add, (words[:whole], *by_call), total)
     if rest:
         total = add(total, (words[-1], loc[-rest:], inverse_scale[-rest:]))
-    return tf.maximum(0.5 * total - log_volume[..., tf.newaxis], _LOWEST)
+    return tf.maximum(0.5 * total - log_volume[..., tf.newaxis], LOWEST)
 
 
 @functools.cache

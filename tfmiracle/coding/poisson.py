@@ -36,11 +36,16 @@ from tfmiracle.codec import philox
 from tfmiracle.codec.codebook import normal_quantiles, normals
 from tfmiracle.codec.philox import Domain
 from tfmiracle.codec.universal import UniversalCode
-from tfmiracle.coding.coder import CODERS, Coder, EncodedBlocks, check_posterior
+from tfmiracle.coding.coder import (
+    CODERS,
+    LOWEST,
+    Coder,
+    EncodedBlocks,
+    check_posterior,
+)
 
 MAX_BITS = 16  # of the KL divergence of a block; time grows as 2**block_bits
 MAX_INDEX_BITS = 24
-_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 _CHUNK = 1 << 8, 1 << 15  # candidates at a time, at first and at most
 
 
@@ -133,7 +138,7 @@ class PoissonCoder(Coder):
             z = normals(self.seed, Domain.CODEBOOK, blocks, indices, len(loc))
             weights = log_ratios(z.astype(np.float64), loc, log_scale).sum(1)
             gaps = _exponentials(self.seed, block, first, len(indices))
-            yield first, np.maximum(weights, _LOWEST), gaps
+            yield first, np.maximum(weights, LOWEST), gaps
             first += len(indices)
             most = min(first, _CHUNK[1])
 

@@ -26,6 +26,7 @@ from tfmiracle.codec.philox import Domain
 from tfmiracle.codec.trellis import SYMBOL_BITS, TrellisCode, check_state_bits
 from tfmiracle.coding.coder import (
     CODERS,
+    LOWEST,
     Coder,
     EncodedBlocks,
     check_posterior,
@@ -33,16 +34,14 @@ from tfmiracle.coding.coder import (
 )
 from tfmiracle.coding.philox_xla import philox4x32
 from tfmiracle.coding.workers import pool, workers
-from tfmiracle.options import number
+from tfmiracle.options import check_argument, number
 
-_BLOCK_BITS = number(0)
 _BRANCHES = 1 << SYMBOL_BITS
 _CHUNK = 1024  # symbols between two looks back; paths meet long before
 _PART = 32 * _CHUNK  # symbols that one core chooses
 _LOOKAHEAD = 48  # symbols that follow and matter
 _UNROLLED = 8  # weights of a symbol that are added up at once
 _UNREACHED = -1e30
-_LOWEST = -3e38  # instead of -inf, for log weights below the range of float32
 # Beyond these a log weight says no more, and its square would leave float32.
 _MAX_PRECISION, _MAX_LOC = 1e12, 100.0
 _MAX_CANDIDATE = 4.35  # no normal of a table is larger
@@ -79,11 +78,7 @@ class TrellisCoder(Coder):
     def __post_init__(self) -> None:
         check_selection(self.selection)
         check_state_bits(self.state_bits)
-        if not _BLOCK_BITS.accepts(self.block_bits):
-            raise ValueError(
-                f"`block_bits` must be {_BLOCK_BITS.requirement}. "
-                f"Received: block_bits={self.block_bits!r}"
-            )
+        check_argument("block_bits", self.block_bits, number(0))
 
     @property
     def code(self) -> TrellisCode:
@@ -144,8 +139,7 @@ class TrellisCoder(Coder):
             ends = np.minimum(block_size * np.arange(len(blocks) + 1), len(weights))
             log_evidence = evidence / len(weights) * np.diff(ends)  # none for padding
         log_weight, log_evidence = (
-            np.maximum(x, _LOWEST).astype(np.float32)
-            for x in (log_weight, log_evidence)
+            np.maximum(x, LOWEST).astype(np.float32) for x in (log_weight, log_evidence)
         )
         return EncodedBlocks(codes, log_weight, log_evidence)
 
@@ -195,7 +189,8 @@ class TrellisCoder(Coder):
         warm_up = 0 if start is not None else _CHUNK
         chunks = range(begin - warm_up, min(end + _CHUNK, count), _CHUNK)
         for at in chunks:
-            levels[at] = taken_off + _log_sum(score)
+            if at in (begin, end):
+                levels[at] = taken_off + _log_sum(score)
             earlier, length = choices, tf.constant(min(_CHUNK, count - at))
             score, choices, tops = forward(
                 _doubled_table(self.code),
