@@ -149,6 +149,25 @@ TRELLISES = {
     },
     "rounds of 50 blocks": {"blocks_per_round": 50, "steps": (1000, 3000, 210)},
 }
+# Whole files, filled to the byte.
+FILES = {
+    f"trellis, {target:,} bytes, {name}": {
+        "coder": "trellis",
+        "target": target,
+        "rules": rules,
+        "block_size": block_size,
+        "block_bits": None,
+        "max_shift": 1,
+        "steps": (warmup, train, longer * finetune),
+    }
+    for name, (warmup, train, finetune) in LENGTHS.items()
+    for target, rules, block_size, longer in (
+        (3100, BASE["rules"], 20, 1),
+        (1694, _LESS, 25, 2),
+        (1140, _LEAST, 25, 3),
+        (800, _LEAST, 25, 3),
+    )
+}
 CHOICES = {
     "no L2 penalty": {"l2": None},
     # About as many images as in batches of 64.
@@ -209,6 +228,7 @@ VARIANTS = {
     **{f"quarter: {name}": {"steps": QUARTER, **v} for name, v in CHOICES.items()},
     **CODERS,
     **BUDGETS,
+    **FILES,
     **{
         f"trellis, 1.55 kB, a quarter of the steps, {name}": {**_at_155, **choice}
         for name, choice in TRELLISES.items()
