@@ -917,6 +917,14 @@ def test_an_option_that_is_missing_is_named():
             CODERS.get("needy")
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"name": "mrc"}, {"name": "mrc", "bits": 3}, {1: 2}]
+)
+def test_what_a_dict_must_have(config):
+    with pytest.raises(ValueError, match="`coder` as a dict must have the keys 'name'"):
+        Recipe(coder=config)
+
+
 def test_the_budget_falls_in_the_first_half():
     posterior = Recipe(parameterization=MeanKL(initial_budget=4.0), train_steps=701)
     assert posterior.posterior == MeanKL(initial_budget=4.0, annealing_steps=350)
