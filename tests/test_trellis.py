@@ -692,3 +692,24 @@ def test_targets_need_codes_of_known_size():
         recipe_for(net, 400, tfmiracle.Recipe(coder="orc", block_bits=6))
     recipe = recipe_for(net, 400, tfmiracle.Recipe(coder="trellis"))
     assert 8 < recipe.block_bits * 280 / 20 / 8 < 400
+    # Whatever bits it had, and whoever said them.
+    for bits in (0.0, 300, 1e300):
+        named = tfmiracle.Recipe(coder="trellis", block_bits=bits)
+        assert recipe_for(net, 400, named) == recipe
+        same = dataclasses.replace(named, coder=TrellisCoder(block_bits=bits))
+        found = recipe_for(net, 400, same)
+        assert found.block_bits == found.coder.block_bits == recipe.block_bits
+        with pytest.raises(ValueError, match=", 1 for the shortest code, "):
+            recipe_for(net, 9, named)
+
+
+def test_a_target_for_one_weight():
+    net = keras.Sequential([keras.layers.Input((1,))])
+    net.add(keras.layers.Dense(1, use_bias=False))
+    recipe = tfmiracle.Recipe(coder="trellis", block_bits=40)
+    assert recipe_for(net, 4000, recipe).block_bits == 16
+
+
+def test_a_target_is_read_first():
+    with pytest.raises(ValueError, match="`target` must be a number of bytes"):
+        recipe_for(small_net(), "soon", tfmiracle.Recipe(coder="orc"))
