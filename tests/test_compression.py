@@ -918,6 +918,36 @@ def test_an_option_that_is_missing_is_named():
             CODERS.get("needy")
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"name": "mrc"}, {"name": "mrc", "bits": 3}, {1: 2}]
+)
+def test_what_a_dict_must_have(config):
+    with pytest.raises(ValueError, match="`coder` as a dict must have the keys 'name'"):
+        Recipe(coder=config)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"block_bits": 9}, {"codebook": "per_block"}, {"selection": "sample"}],
+    ids=str,
+)
+def test_a_coder_object_says_its_options_alone(option):
+    coder = tfmiracle.MinimalRandomCoder(block_bits=8)
+    (name,) = option
+    message = f"`{name}` is what the object given as `coder` says itself"
+    for said in (coder, CODERS.serialize(coder), tfmiracle.MinimalRandomCoder):
+        for make in (
+            Recipe,
+            functools.partial(tfmiracle.VariationalModel, small_net()),
+            functools.partial(tfmiracle.MeanKLDense, 3),
+        ):
+            with pytest.raises(ValueError, match=message):
+                make(coder=said, **option)
+    # What the object says, too, or does not have, contradicts nothing.
+    same = tfmiracle.MinimalRandomCoder(**option)
+    assert Recipe(coder=same, **option, state_bits=9).coder == same
+
+
 def test_the_budget_falls_in_the_first_half():
     posterior = Recipe(parameterization=MeanKL(initial_budget=4.0), train_steps=701)
     assert posterior.posterior == MeanKL(initial_budget=4.0, annealing_steps=350)

@@ -13,7 +13,7 @@ from tfmiracle.codec import philox
 from tfmiracle.codec.philox import Domain
 from tfmiracle.codec.universal import UniversalCode
 from tfmiracle.coding import poisson
-from tfmiracle.coding.coder import CODERS, coder_of
+from tfmiracle.coding.coder import CODERS
 from tfmiracle.coding.poisson import (
     AStarCoder,
     GreedyPoissonCoder,
@@ -21,6 +21,7 @@ from tfmiracle.coding.poisson import (
     PoissonFunctionalCoder,
 )
 from tfmiracle.decoder import decode
+from tfmiracle.recipe import coder_of
 
 SEED = 0xFEDCBA9876543210
 NAMES = ["orc", "a_star", "pfr", "gprs"]
@@ -347,3 +348,11 @@ def test_defaults_by_name(name):
     assert CODERS.get(CODERS.serialize(coder)) == coder
     with pytest.raises(ValueError, match=r"`block_bits` must be .* from 0 to 16"):
         wrapped(name)  # whose default is that of `mrc`
+
+
+def test_bits_that_a_coder_refuses_are_refused_before_anything(tmp_path):
+    net = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    net.compile(loss="mse")
+    recipe = tfmiracle.Recipe(coder="orc")
+    with pytest.raises(ValueError, match=r"`block_bits` must be .* from 0 to 16"):
+        tfmiracle.compress(net, "no data", path=tmp_path / "a", recipe=recipe)

@@ -18,7 +18,6 @@ from tfmiracle import CompressionCallback, Recipe, VariationalModel
 from tfmiracle.codec.codebook import normals
 from tfmiracle.codec.philox import Domain
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
-from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.decoder import decode
 from tfmiracle.hosts.loading import load
 from tfmiracle.hosts.models import posteriors
@@ -79,7 +78,9 @@ def outcome(path, parameterization, learning_rate=1e-2, **options):
     batch_size = options.pop("batch_size", 8)
     optimizer = options.pop("optimizer", keras.optimizers.Adam)(learning_rate)
     model = VariationalModel(
-        small_net(), parameterization, **{"block_size": 8, "block_bits": 4, **options}
+        small_net(),
+        parameterization,
+        **{"block_size": 8, "block_bits": 4, "state_bits": 8, **options},
     )
     model.compile(optimizer, LOSS)
     try:
@@ -110,10 +111,18 @@ WORKING = {
     "bfloat16": {"policy": "bfloat16"},
     "mixed_bfloat16": {"policy": "mixed_bfloat16"},
     "float64": {"policy": "float64"},
-    "a trellis of too few bits": {"coder": TrellisCoder(8, 2.5), "kl_bits": 60.0},
-    "a trellis of 8 bits a weight": {"coder": TrellisCoder(8, 64.0)},
-    "a trellis of blocks of one": {"coder": TrellisCoder(8, 0.3), "block_size": 1},
-    "a trellis of no bytes": {"coder": TrellisCoder(8, 0.1)},
+    "a trellis of too few bits": {
+        "coder": "trellis",
+        "block_bits": 2.5,
+        "kl_bits": 60.0,
+    },
+    "a trellis of 8 bits a weight": {"coder": "trellis", "block_bits": 64.0},
+    "a trellis of blocks of one": {
+        "coder": "trellis",
+        "block_bits": 0.3,
+        "block_size": 1,
+    },
+    "a trellis of no bytes": {"coder": "trellis", "block_bits": 0.0},
 }
 
 
@@ -190,7 +199,7 @@ def test_combined_extremes(tmp_path, quick):
                     ["float16", "bfloat16", "mixed_float16", "mixed_bfloat16"]
                 ),
                 "codebook": st.sampled_from(["per_block", "shared"]),
-                "coder": st.sampled_from(["mrc", TrellisCoder(8, 1.5)]),
+                "coder": st.sampled_from(["mrc", "trellis"]),
                 "warm_start": st.booleans(),
             },
         ),

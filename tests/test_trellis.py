@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import re
 import warnings
 
 import keras
@@ -391,10 +393,29 @@ def test_coders_that_cannot_be():
     coder = coder.for_layout(layout)
     assert coder.code == TrellisCode(0, 12, 11, 3)
     assert dataclasses.replace(coder, block_bits=32).code.num_bytes == 12
-    with pytest.raises(ValueError, match="from 0 to 12: a state of 11 bits holds 2 sy"):
-        _ = dataclasses.replace(coder, block_bits=35).code
-    with pytest.raises(ValueError, match="a state of 11 bits holds 2 symbols of 4 bit"):
+    message = "`block_bits` must be at most 32 for 12 weights in blocks of 4.*state_bi"
+    for block_bits in (34, 1e308):
+        received = re.escape(f"block_bits={block_bits}")
+        with pytest.raises(ValueError, match=f"{message}.*{received}"):
+            _ = dataclasses.replace(coder, block_bits=block_bits).code
+    with pytest.raises(ValueError, match=message):
         tfmiracle.MeanKL().posterior(layout, coder=TrellisCoder(11, 99))
+
+
+def test_few_bits_are_a_byte_and_none_are_none():
+    coder = TrellisCoder(8, num_weights=60, block_size=20)
+    for block_bits, num_bytes in ((0, 0), (1e-9, 1), (1, 1), (4, 2)):
+        code = dataclasses.replace(coder, block_bits=block_bits).code
+        assert code.num_bytes == num_bytes
+
+
+def test_trellises_of_many_widths_are_no_retracing(caplog):
+    tensorflow = logging.getLogger("tensorflow")
+    tensorflow.addHandler(caplog.handler)
+    for num_bytes in (90, 45, 30, 22, 18, 15):  # 1 to 6 weights a symbol
+        coder_of(num_bytes, 180).encode([0], *posterior(180))
+    tensorflow.removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text
 
 
 def test_a_coder_is_what_its_options_say():
@@ -671,3 +692,24 @@ def test_targets_need_codes_of_known_size():
         recipe_for(net, 400, tfmiracle.Recipe(coder="orc", block_bits=6))
     recipe = recipe_for(net, 400, tfmiracle.Recipe(coder="trellis"))
     assert 8 < recipe.block_bits * 280 / 20 / 8 < 400
+    # Whatever bits it had, and whoever said them.
+    for bits in (0.0, 300, 1e300):
+        named = tfmiracle.Recipe(coder="trellis", block_bits=bits)
+        assert recipe_for(net, 400, named) == recipe
+        same = dataclasses.replace(named, coder=TrellisCoder(block_bits=bits))
+        found = recipe_for(net, 400, same)
+        assert found.block_bits == found.coder.block_bits == recipe.block_bits
+        with pytest.raises(ValueError, match=", 1 for the shortest code, "):
+            recipe_for(net, 9, named)
+
+
+def test_a_target_for_one_weight():
+    net = keras.Sequential([keras.layers.Input((1,))])
+    net.add(keras.layers.Dense(1, use_bias=False))
+    recipe = tfmiracle.Recipe(coder="trellis", block_bits=40)
+    assert recipe_for(net, 4000, recipe).block_bits == 16
+
+
+def test_a_target_is_read_first():
+    with pytest.raises(ValueError, match="`target` must be a number of bytes"):
+        recipe_for(small_net(), "soon", tfmiracle.Recipe(coder="orc"))

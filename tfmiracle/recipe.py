@@ -27,6 +27,9 @@ from tfmiracle.posteriors.parameterization import (
     Parameterization,
 )
 
+# What a coder object says itself, and a coder given by name is made with.
+CODER_OPTIONS = ("block_bits", "codebook", "state_bits", "selection")
+
 
 @options
 class Recipe:
@@ -171,7 +174,7 @@ class Recipe:
         if isinstance(self.coder, str):  # found where it is used, with TensorFlow
             CODERS.check(self.coder)
         else:
-            object.__setattr__(self, "coder", CODERS.get(self.coder))
+            object.__setattr__(self, "coder", self.made_coder())
         object.__setattr__(self, "prior", PRIORS.get(self.prior))
         if self.block_bits == int(self.block_bits):  # flags are not whole
             object.__setattr__(self, "block_bits", int(self.block_bits))
@@ -203,6 +206,10 @@ class Recipe:
             name, bits = name.identifier, getattr(name, "block_bits", None)
         return 1.5 * bits if name == "trellis" and self.finetune_steps else None
 
+    def made_coder(self) -> Coder:
+        """The coder, which checks its options. By name it needs TensorFlow."""
+        return coder_of(self.coder, **{n: getattr(self, n) for n in CODER_OPTIONS})
+
     def model_options(self) -> dict:
         """What `VariationalModel` takes of it."""
         names = (
@@ -232,8 +239,7 @@ class Recipe:
         found["parameterization"] = self.parameterization.identifier
         if isinstance(self.coder, Coder):
             found["coder"] = CODERS.serialize(self.coder)
-            # It says its own.
-            for name in ("block_bits", "codebook", "state_bits", "selection"):
+            for name in CODER_OPTIONS:
                 del found[name]
         found["prior"] = PRIORS.serialize(self.prior)
         return {**found, **self.parameterization.get_config()}
@@ -241,6 +247,34 @@ class Recipe:
     def changes(self) -> dict:
         """The options that differ from the defaults."""
         return changes(self)
+
+
+def coder_of(coder: str | dict | Coder, **options) -> Coder:
+    """The coder for what a user gave.
+
+    Args:
+      coder: a `Coder`, which says all by itself; what `CODERS.serialize` made; or the
+        name of one.
+      **options: `CODER_OPTIONS` for a coder given by name; those that it does not have
+        are left out.
+
+    Raises:
+      ValueError: if there is none of this name, an option is out of range, or an object
+        says another value of one that is not the default.
+    """
+    if isinstance(coder, str):
+        cls = CODERS.find(coder)
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{k: v for k, v in options.items() if k in known})
+    coder = CODERS.get(coder)
+    for name, value in options.items():
+        if value not in (getattr(Recipe, name), getattr(coder, name, value)):
+            raise ValueError(
+                f"`{name}` is what the object given as `coder` says itself: "
+                f"{name}={getattr(coder, name)!r}. Give it to the object alone, as in "
+                f"{type(coder).__name__}({name}={value!r}). Received: {name}={value!r}"
+            )
+    return coder
 
 
 DEFAULTS = Recipe()

@@ -77,15 +77,22 @@ class Registry(Generic[T]):
           **attributes: what it must have.
 
         Raises:
-          ValueError: if there is none of this name, or its options are others, or out
-            of range.
+          ValueError: if there is none of this name, its options are others, or out of
+            range, or a dict has other keys.
         """
         made = given
         if isinstance(given, str):
             made = self._make(self.find(given, **attributes), {})
         elif isinstance(given, type) and issubclass(given, self._base):
             made = self._make(given, {})
-        elif isinstance(given, dict) and given.keys() == {"name", "config"}:
+        elif isinstance(given, dict):
+            if given.keys() != {"name", "config"}:
+                raise ValueError(
+                    f"`{self._argument}` as a dict must have the keys 'name' and "
+                    "'config', the options, as in {'name': "
+                    f"{self.names()[0]!r}, 'config': {{}}}}. "
+                    f"Received: {self._argument}={given!r}"
+                )
             made = self._make(self.find(given["name"]), given["config"])
         if not isinstance(made, self._base) or not _has(made, attributes):
             raise self._unknown(given, attributes)

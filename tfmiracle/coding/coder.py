@@ -111,25 +111,6 @@ CODERS = Registry(
 )
 
 
-def coder_of(coder: str | dict | Coder, **options) -> Coder:
-    """The coder for what a user gave.
-
-    Args:
-      coder: a `Coder`, which says all by itself; what `CODERS.serialize` made; or the
-        name of one.
-      **options: options of a coder given by name; those that it does not have are left
-        out.
-
-    Raises:
-      ValueError: if there is none of this name, or an option is out of range.
-    """
-    if not isinstance(coder, str):
-        return CODERS.get(coder)
-    cls = CODERS.find(coder)
-    known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{k: v for k, v in options.items() if k in known})
-
-
 def check_selection(selection: str) -> None:
     """Raises a ValueError unless there is such a selection."""
     check_argument("selection", selection, one_of(*SELECTIONS))

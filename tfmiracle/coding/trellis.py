@@ -56,8 +56,9 @@ class TrellisCoder(Coder):
     Attributes:
       state_bits: how many bits of the code a candidate depends on, 8 to 20. Time grows
         as 2**state_bits.
-      block_bits: bits for each block on average, any number; the whole code takes the
-        nearest number of bytes.
+      block_bits: bits for each block on average, any number up to what the states
+        hold; the whole code takes the nearest number of bytes, at least one unless it
+        is 0.
       selection: "largest_weight" finds the code of largest importance weight, "sample"
         draws one with probability proportional to it.
       seed, num_weights, block_size: of the layout, see `Coder`.
@@ -82,8 +83,20 @@ class TrellisCoder(Coder):
 
     @property
     def code(self) -> TrellisCode:
-        num_bytes = round(self.block_bits * self.num_weights / self.block_size / 8)
-        return TrellisCode(self.seed, self.num_weights, self.state_bits, num_bytes)
+        code = TrellisCode(self.seed, self.num_weights, self.state_bits)
+        num_bytes = self.block_bits * self.num_weights / self.block_size / 8
+        if num_bytes > code.max_bytes + 0.5:
+            most = 8 * code.max_bytes * self.block_size // self.num_weights
+            raise ValueError(
+                f"`block_bits` must be at most {most:,} for {self.num_weights:,} "
+                f"weights in blocks of {self.block_size:,}, since a state of "
+                f"{self.state_bits} bits holds no more. Lower it, or raise "
+                f"`state_bits`. Received: block_bits={self.block_bits!r}"
+            )
+        # No bytes at all, and weights that the seed decides, only where that is said.
+        least = 1 if self.block_bits else 0
+        num_bytes = min(max(round(num_bytes), least), code.max_bytes)
+        return dataclasses.replace(code, num_bytes=num_bytes)
 
     def lookahead(self, block_size: int) -> int:
         symbols = max(self.code.num_symbols, 1)
@@ -151,7 +164,12 @@ class TrellisCoder(Coder):
         offsets = self.code.offsets(weights)
         rows, constant = _by_symbol(offsets, loc, log_scale, entered)
         first = int(self.code.entered(weights[0] - 1))
-        search = functools.partial(self._search_part, rows, first)
+        # Made here, once, since its parts would make it side by side.
+        forward = _forward_pass(
+            self.state_bits, rows[0].shape[1], self.selection == "sample"
+        )
+        backward = _backward_pass(self.state_bits)
+        search = functools.partial(self._search_part, forward, backward, rows, first)
         # Parts are searched side by side: what was before them is soon forgotten. Where
         # two do not meet all the same, the second is searched again.
         begins = range(0, count, _PART)
@@ -166,18 +184,17 @@ class TrellisCoder(Coder):
             evidence = constant + sums - count * np.log(_BRANCHES)
         return np.concatenate([part.symbols for part in parts]), evidence
 
-    def _search_part(self, rows, first, begin, start):
+    def _search_part(self, forward, backward, rows, first, begin, start):
         """Chooses up to `_PART` symbols.
 
         Args:
+          forward, backward: the compiled passes.
           rows: what `_by_symbol` found.
           first: number of the symbol that has the first row.
           begin: the row to begin with.
           start: the state before it. If None, the chunk before shows what is likely.
         """
-        count, width = rows[0].shape
-        forward = _forward_pass(self.state_bits, width, self.selection == "sample")
-        backward = _backward_pass(self.state_bits)
+        count = len(rows[0])
         key = tf.constant(philox.split_seed(self.seed), tf.uint32)
         score = np.zeros(1 << self.state_bits, np.float32)
         if start is not None:
@@ -389,7 +406,28 @@ def _forward_pass(state_bits: int, width: int, sampled: bool) -> Callable:
         )
         return score, choices.stack(), tops.stack()
 
-    return run
+    matrix, vector, scalar = [_CHUNK, width], [_CHUNK], []
+    return _traced(
+        run,
+        ([None], tf.float32),
+        ([2], tf.uint32),
+        (scalar, tf.int32),
+        (scalar, tf.int32),
+        (matrix, tf.int32),
+        (matrix, tf.float32),
+        (matrix, tf.float32),
+        (vector, tf.float32),
+        ([states], tf.float32),
+    )
+
+
+def _traced(function, *arguments):
+    """A `tf.function` for arguments of some shapes and dtypes.
+
+    TensorFlow counts the tracings of all that come from the same line, and would warn
+    of widths and states in turn as if one were traced again and again.
+    """
+    return function.get_concrete_function(*(tf.TensorSpec(*x) for x in arguments))
 
 
 def _uniforms(key, symbol, count):
@@ -433,4 +471,5 @@ def _backward_pass(state_bits: int) -> Callable:
         )
         return symbols.stack(), state
 
-    return run
+    choices = [_CHUNK, 1 << state_bits - SYMBOL_BITS], tf.uint8
+    return _traced(run, ([], tf.int32), ([], tf.int32), choices)

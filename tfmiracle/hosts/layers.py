@@ -13,7 +13,7 @@ import keras
 
 from tfmiracle.codec import philox
 from tfmiracle.codec.prior import PRIORS, Prior
-from tfmiracle.coding.coder import CODERS, Coder, coder_of
+from tfmiracle.coding.coder import CODERS, Coder
 from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
 from tfmiracle.keras_internals import (
     own_trainable_variables,
@@ -22,7 +22,7 @@ from tfmiracle.keras_internals import (
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.block_posterior import posterior_over
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
-from tfmiracle.recipe import DEFAULTS, Recipe
+from tfmiracle.recipe import DEFAULTS, Recipe, coder_of
 
 
 class VariationalLayer:

@@ -6,7 +6,7 @@ import keras
 
 from tfmiracle.codec.prior import PRIORS, Prior
 from tfmiracle.codec.rules import Treatment, treat
-from tfmiracle.coding.coder import CODERS, Coder, coder_of
+from tfmiracle.coding.coder import CODERS, Coder
 from tfmiracle.hosts.describe import configuration
 from tfmiracle.hosts.layers import VariationalLayer
 from tfmiracle.hosts.scope import is_substituted, refuse_rematerialization, substitute
@@ -18,7 +18,7 @@ from tfmiracle.keras_internals import (
 from tfmiracle.options import check_option
 from tfmiracle.posteriors.block_posterior import BlockPosterior, posterior_over
 from tfmiracle.posteriors.parameterization import PARAMETERIZATIONS, Parameterization
-from tfmiracle.recipe import DEFAULTS, Recipe
+from tfmiracle.recipe import DEFAULTS, Recipe, coder_of
 
 
 @keras.saving.register_keras_serializable("tfmiracle")

@@ -223,7 +223,9 @@ def _recipe_for(model, recipe):
         )
     check_model(model)
     batch_size = fixed_batch(model) or recipe.batch_size
-    return dataclasses.replace(recipe, batch_size=batch_size)
+    recipe = dataclasses.replace(recipe, batch_size=batch_size)
+    recipe.made_coder()  # raises, before anything trains
+    return recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,13 +39,13 @@ def recipe_for(
     Raises:
       ValueError: if `target` cannot be read or cannot be met.
     """
+    num_weights = sum(int(np.prod(v.shape)) for v in net.weights)
+    budget = target_bytes(target, num_weights)
     recipe = recipe or Recipe()
-    probe = VariationalModel(
-        net,
-        rules=rules,
-        **recipe.model_options()
-        | {"block_size": sum(int(np.prod(v.shape)) for v in net.weights)},
-    )
+    any_rate = recipe.made_coder().any_rate
+    least = _with_bits(recipe, 8) if any_rate else recipe  # a byte, all in one block
+    options = least.model_options() | {"block_size": num_weights}
+    probe = VariationalModel(net, rules=rules, **options)
     posterior = probe.block_posterior
     if not posterior.code.exact_size:
         raise ValueError(
@@ -66,17 +66,12 @@ def recipe_for(
         stored=[_noise(v, noise) for v in file.stored],
     )
     fixed = len(file.to_bytes()) - file.payload_bytes + _SLACK
-    budget = target_bytes(target, file.num_weights)
 
-    if posterior.coder.any_rate:
+    if any_rate:
         room = min(budget - fixed, code.max_bytes)
         if room < 1:
             raise ValueError(_cannot_be_met(target, budget, file, rules))
-        block_bits = 8 * room * min(recipe.block_size, count) / count
-        if isinstance(recipe.coder, str):
-            return dataclasses.replace(recipe, block_bits=block_bits)
-        coder = dataclasses.replace(recipe.coder, block_bits=block_bits)
-        return dataclasses.replace(recipe, coder=coder)
+        return _with_bits(recipe, 8 * room * min(recipe.block_size, count) / count)
 
     def fits(block_size):
         num_blocks = -(-count // block_size)
@@ -86,6 +81,14 @@ def recipe_for(
         raise ValueError(_cannot_be_met(target, budget, file, rules))
     block_size = 1 + bisect.bisect_left(range(1, count), True, key=fits)
     return dataclasses.replace(recipe, block_size=block_size)
+
+
+def _with_bits(recipe, block_bits):
+    """The recipe with other bits of a block, which its coder may say itself."""
+    coder = recipe.coder
+    if not isinstance(coder, str):
+        coder = dataclasses.replace(coder, block_bits=block_bits)
+    return dataclasses.replace(recipe, coder=coder, block_bits=block_bits)
 
 
 def _cannot_be_met(target, budget, file, rules):
