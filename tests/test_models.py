@@ -313,7 +313,7 @@ def test_fit_in_xla_compiles_once(tmp_path):
     assert first > 0 and later == [first] * 3
 
 
-@pytest.mark.parametrize("parameterization", ["mean_kl", "mean_var"])
+@pytest.mark.parametrize("parameterization", ["mean_kl", "mean_var", "sites"])
 def test_a_step_in_xla_does_not_wait_for_the_host(parameterization):
     model = VariationalModel(sequential(), parameterization, block_size=4, l2=1e-3)
     model.compile(keras.optimizers.Adam(0.05), "mse")

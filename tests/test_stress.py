@@ -23,7 +23,7 @@ from tfmiracle.hosts.loading import load
 from tfmiracle.hosts.models import posteriors
 from tfmiracle.hosts.network import to_file
 
-PARTS = ("mean_kl", "mean_var")
+PARTS = ("mean_kl", "mean_var", "sites")
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 # What a stop must say: a quantity, and of what.
 CAUSES = (
@@ -129,7 +129,7 @@ WORKING = {
 @pytest.mark.parametrize(
     "options, parameterization",
     # Each parameterization in turn; both in the slow test below.
-    [(o, PARTS[i % 2]) for i, o in enumerate(WORKING.values())],
+    [(o, PARTS[i % len(PARTS)]) for i, o in enumerate(WORKING.values())],
     ids=WORKING.keys(),
 )
 def test_extremes_that_work(options, parameterization, tmp_path, quick):

@@ -54,6 +54,7 @@ _MODULE_OF = {
     "Prior": "codec.prior",
     "RandomCode": "codec.code",
     "Recipe": "recipe",
+    "Sites": "posteriors.parameterization",
     "TrellisCode": "codec.trellis",
     "TrellisCoder": "coding.trellis",
     "VariationalModel": "hosts.models",

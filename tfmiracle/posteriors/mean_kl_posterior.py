@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.codec.layout import WeightLayout
-from tfmiracle.posteriors.block_posterior import BlockPosterior
+from tfmiracle.posteriors.exact_budget import ExactBudgetPosterior
 from tfmiracle.posteriors.mean_kl import mean_kl_standardized
 from tfmiracle.posteriors.parameterization import MeanKL
 
@@ -15,7 +15,7 @@ _MAX_LOGIT = 1e30
 
 
 @keras.saving.register_keras_serializable("tfmiracle")
-class MeanKLPosterior(BlockPosterior):
+class MeanKLPosterior(ExactBudgetPosterior):
     """Gaussian posterior parameterized by mean and KL (Lin et al. 2023, section 3).
 
     Each block has a budget kappa; weight w gets the share gamma_w of it (softmax of the
@@ -23,17 +23,13 @@ class MeanKLPosterior(BlockPosterior):
     its variance follows (equation 3). The KL of every block thus equals the budget,
     whatever the parameters.
 
-    The budget can be larger at first and fall in the course of training. A network that
-    starts from trained weights then loses information bit by bit, as in Mean-Var,
-    instead of all at once. Means fall with the root of the budget, unless tau grows: do
-    not code before training has made up for that. The paper has a constant budget.
+    Where the budget falls in the course of training, means fall with its root, unless
+    tau grows: do not code before training has made up for that.
 
     Args:
       layout: see `BlockPosterior`.
-      parameterization: its options. The budget falls by the same factor in each call in
-        training; a layer that is called twice in a step takes half as many steps. From
-        `finalize_coding_scale` on it is `kl_bits` in any case. Quota logits are held
-        divided by their rate, as `CodingDistribution` holds log rho.
+      parameterization: its options. Quota logits are held divided by their rate, as
+        `CodingDistribution` holds log rho.
       **kwargs: see `BlockPosterior`.
     """
 
@@ -41,8 +37,6 @@ class MeanKLPosterior(BlockPosterior):
         self, layout: WeightLayout, parameterization: MeanKL | None = None, **kwargs
     ):
         super().__init__(layout, parameterization or MeanKL(), **kwargs)
-        initial = self.parameterization.initial_budget
-        self._budget = self._add("budget", (layout.num_blocks, 1), False, initial)
 
     def _create_parameters(self):
         self.tau = self._add("tau", self.block_shape)
@@ -58,21 +52,8 @@ class MeanKLPosterior(BlockPosterior):
         log_share = tf.nn.log_softmax(tf.where(mask, logits, -4 * _MAX_LOGIT))
         # The root is formed in the exponent: kappa -> sqrt(kappa) has no finite
         # derivative at 0.
-        sqrt_kappa = tf.exp(0.5 * log_share) * math.sqrt(self.kl_bits * math.log(2))
+        sqrt_kappa = tf.exp(0.5 * log_share) * math.sqrt(self.kl_nats)
         return mean_kl_standardized(tau, tf.sqrt(budget) * sqrt_kappa)
-
-    def call(self, training: bool | None = None) -> list[tf.Tensor]:
-        values = super().call(training)
-        initial = self.parameterization.initial_budget
-        if training and initial > 1:
-            factor = initial ** (-1 / (self.parameterization.annealing_steps or 1000))
-            budget = tf.convert_to_tensor(self._budget)
-            self._budget.assign(tf.maximum(budget * factor, 1.0))
-        return values
-
-    def finalize_coding_scale(self) -> None:
-        super().finalize_coding_scale()
-        self._budget.assign(np.ones(self._budget.shape))
 
     def _initial(self, loc, scale, mask, warm):
         z = loc / scale
@@ -81,7 +62,7 @@ class MeanKLPosterior(BlockPosterior):
         share = np.exp(logits - logits.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
         initial = self.parameterization.initial_budget
-        limit = np.sqrt(2 * share * initial * self.kl_bits * math.log(2))
+        limit = np.sqrt(2 * share * initial * self.kl_nats)
         tanh = z / np.maximum(limit, np.finfo(np.float32).tiny)
         return [
             np.arctanh(np.clip(tanh, -0.99, 0.99)),

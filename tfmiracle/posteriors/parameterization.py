@@ -75,19 +75,13 @@ class Parameterization(abc.ABC):
 PARAMETERIZATIONS = Registry("parameterization", Parameterization)
 
 
-@PARAMETERIZATIONS.register
 @options
-class MeanKL(Parameterization):
-    """Mean and KL (Lin et al. 2023): meets the budget by construction.
+class ExactBudget(Parameterization):
+    """Meets the budget by construction, which may be larger at first.
 
-    See `tfmiracle.posteriors.mean_kl_posterior.MeanKLPosterior`.
+    See `tfmiracle.posteriors.exact_budget.ExactBudgetPosterior`.
     """
 
-    identifier: ClassVar[str] = "mean_kl"
-    learning_rate: ClassVar[float] = 1e-2
-    quota_rate: float = option(
-        5.0, "learning rate of the quota logits relative to the means.", POSITIVE
-    )
     initial_budget: float = option(
         1.0,
         "the KL of a block at first, in multiples of `kl_bits`; it falls to `kl_bits` "
@@ -101,17 +95,54 @@ class MeanKL(Parameterization):
         or_none(integer(1)),
     )
 
+    def meaning(self) -> "ExactBudget":
+        plain = {f.name: f.default for f in dataclasses.fields(ExactBudget)}
+        return dataclasses.replace(self, **plain)
+
+    def for_steps(self, train_steps: int) -> "ExactBudget":
+        if self.annealing_steps is not None:
+            return self
+        return dataclasses.replace(self, annealing_steps=max(1, train_steps // 2))
+
+
+@PARAMETERIZATIONS.register
+@options
+class MeanKL(ExactBudget):
+    """Mean and KL (Lin et al. 2023): each weight has a share of the budget.
+
+    See `tfmiracle.posteriors.mean_kl_posterior.MeanKLPosterior`.
+    """
+
+    identifier: ClassVar[str] = "mean_kl"
+    learning_rate: ClassVar[float] = 1e-2
+    quota_rate: float = option(
+        5.0, "learning rate of the quota logits relative to the means.", POSITIVE
+    )
+
     def posterior(self, layout, **options):
         module = importlib.import_module("tfmiracle.posteriors.mean_kl_posterior")
         return module.MeanKLPosterior(layout, self, **options)
 
-    def meaning(self) -> "MeanKL":
-        return MeanKL(quota_rate=self.quota_rate)
 
-    def for_steps(self, train_steps: int) -> "MeanKL":
-        if self.annealing_steps is not None:
-            return self
-        return dataclasses.replace(self, annealing_steps=max(1, train_steps // 2))
+@PARAMETERIZATIONS.register
+@options
+class Sites(ExactBudget):
+    """Pseudo-observations of weights, tempered so that a block meets its budget.
+
+    See `tfmiracle.posteriors.sites_posterior.SitesPosterior`.
+    """
+
+    identifier: ClassVar[str] = "sites"
+    learning_rate: ClassVar[float] = 2e-3
+    precision_rate: float = option(
+        5.0,
+        "learning rate of the log precisions of sites relative to their means.",
+        POSITIVE,
+    )
+
+    def posterior(self, layout, **options):
+        module = importlib.import_module("tfmiracle.posteriors.sites_posterior")
+        return module.SitesPosterior(layout, self, **options)
 
 
 @PARAMETERIZATIONS.register
