@@ -5,16 +5,18 @@
 
 A Gaussian source asks how far a coder is from Shannon's bound. Posteriors with an even
 and an uneven KL, of 0.1 to 4 bits a weight, show log weight, spread and time. With
---data, LeNet-5 is trained as by the preset (--steps: those of warm start and training),
-once for each seed, and coded in one shot, without fine-tuning; the networks are
-evaluated on the test set and on every sixth training image, which is held out. Writes
-`coders.json`, what is there already stays, and tables and a figure of all of it.
+--data, so do those of a ResNet-8; and LeNet-5 is trained as by the preset (--steps:
+those of warm start and training), once for each seed, and coded in one shot, without
+fine-tuning; the networks are evaluated on the test set and on every sixth training
+image, which is held out. Writes `coders.json`, what is there already stays, and tables
+and a figure of all of it.
 """
 
 import argparse
 import json
 import pathlib
 import time
+import typing
 
 import matplotlib.figure
 import numpy as np
@@ -35,9 +37,9 @@ from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.datasets import load_dataset
-from tfmiracle.miracle_file import MiracleFile
+from tfmiracle.miracle_file import CodedGroup, MiracleFile
 from tfmiracle.posteriors.parameterization import MeanKL
-from tfmiracle.studies.architectures import lenet5
+from tfmiracle.studies.architectures import ARCHITECTURES
 
 BITS = 20  # of a block of minimal random coding
 RATES = (0.1, 0.25, 0.5, 1, 2, 4)  # bits a weight
@@ -195,20 +197,24 @@ def a_million() -> dict[str, float]:
 # LeNet-5.
 
 
-def in_one_shot(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
-    """A posterior that is trained as by the preset, coded without fine-tuning."""
-    data = load_dataset(arguments.data)
-    held = data.hold_out(1 / 6)
-    sets = {
-        "validation": (_images(held.x_test), held.y_test),
-        "test": (_images(data.x_test), data.y_test),
-    }
-    train = _images(held.x_train), held.y_train
+class Trained(typing.NamedTuple):
+    """A network and its trained posterior: Q relative to P in blocks, and rho."""
+
+    net: keras.Model
+    group: CodedGroup
+    loc: np.ndarray
+    log_scale: np.ndarray
+    rho: np.ndarray
+
+
+def trained(network: str, seed: int, steps, rules, arguments) -> Trained:
+    """Trains with blocks of 20 weights and 20 bits, with the rates of the preset."""
+    held = load_dataset(arguments.data).hold_out(1 / 6)
     keras.utils.set_random_seed(seed)
-    net = lenet5()
+    net = ARCHITECTURES[network]((28, 28, 1), 10)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     net.compile("adam", loss, metrics=["accuracy"])
-    path = arguments.output / "runs" / f"lenet5-{steps[0]}-{steps[1]}-{seed}.miracle"
+    path = arguments.output / "runs" / f"{network}-{steps[0]}-{steps[1]}-{seed}.miracle"
     if not path.exists():
         recipe = tfmiracle.Recipe(
             parameterization=MeanKL(quota_rate=1.0),
@@ -226,10 +232,10 @@ def in_one_shot(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         tfmiracle.compress(
             net,
-            train,
+            (_images(held.x_train), held.y_train),
             path=path,
             recipe=recipe,
-            rules=RULES,
+            rules=rules,
             workdir=path.with_suffix(".run"),
             keep_posterior=True,
         )
@@ -240,10 +246,28 @@ def in_one_shot(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
     mask = layout.mask()
     loc = np.where(mask, layout.to_blocks(q.loc[0]) / rho, 0)
     scale = np.where(mask, layout.to_blocks(q.scale[0]), rho)
-    log_scale = np.log(scale / rho)
+    return Trained(net, group, loc, np.log(scale / rho), rho)
+
+
+def deep(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
+    """How near coders come to the posterior of a ResNet-8 at one bit a weight."""
+    found = trained("resnet8", seed, steps, None, arguments)
+    return timed(coders(BITS), found.loc, found.log_scale)
+
+
+def in_one_shot(seed: int, steps, arguments) -> dict[str, dict[str, float]]:
+    """A posterior of LeNet-5, trained as by the preset, coded without fine-tuning."""
+    data = load_dataset(arguments.data)
+    held = data.hold_out(1 / 6)
+    sets = {
+        "validation": (_images(held.x_test), held.y_test),
+        "test": (_images(data.x_test), data.y_test),
+    }
+    net, group, loc, log_scale, rho = trained("lenet5", seed, steps, RULES, arguments)
+    mask = group.layout.mask()
 
     def evaluated(z):
-        values = layout.expand((z * rho).astype(np.float32))
+        values = group.layout.expand((z * rho).astype(np.float32))
         for variable, value in zip(net.weights, values, strict=True):
             variable.assign(value)
         losses = {
@@ -297,17 +321,21 @@ def tables(found: dict) -> str:
             "\nGaussian source: mean squared error over variance, by bits a number.\n\n"
             + markdown(["", *sources], rows)
         )
-    for kind in ("even", "uneven"):
+    for kind in ("even", "uneven", "resnet8"):
         for rate, coders in found.get(kind, {}).items():
             text += (
-                f"\nPosteriors with {kind} KL, {rate} bits a weight: log2 q/p for 20 "
-                "bits, (w - mu)^2 / sigma^2, distance of (w - mu) / sigma from normal "
-                "(Kolmogorov), microseconds a weight.\n\n"
+                f"\nThe posterior of a ResNet-8, trained for {rate} steps: the same "
+                "columns.\n\n"
+                if kind == "resnet8"
+                else f"\nPosteriors with {kind} KL, {rate} bits a weight: log2 q/p for "
+                "20 bits, (w - mu)^2 / sigma^2, distance of (w - mu) / sigma from "
+                "normal (Kolmogorov), microseconds a weight.\n\n"
             )
+            bits = 1 if kind == "resnet8" else float(rate)
             rows = [
                 [
                     name,
-                    f"{r['log weight'] * BITS / float(rate):.2f}",
+                    f"{r['log weight'] * BITS / bits:.2f}",
                     f"{r['spread']:.3f}",
                     f"{r['distance']:.3f}",
                     f"{r['microseconds']:.1f}",
@@ -385,6 +413,7 @@ def main():
             )
     parts["a million",] = a_million
     if arguments.data:
+        parts["resnet8", "500,1500"] = lambda: deep(0, (500, 1500), arguments)
         for seed in map(int, arguments.seeds.split(",")):
             parts["lenet5", arguments.steps, str(seed)] = lambda seed=seed: in_one_shot(
                 seed, steps, arguments
