@@ -5,6 +5,8 @@ import math
 import keras
 from keras import layers
 
+from tfmiracle.studies import deep_networks
+
 
 def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     """LeNet-5 as in Lin et al. (2023), appendix C; 431,080 weights for MNIST.
@@ -13,7 +15,6 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     dense layers of 500 and `num_classes`. Returns logits. Kernels and biases start
     uniform within 1 / sqrt(fan in), which is PyTorch's default and the paper's.
     """
-    _check_images(input_shape)
     height, width, channels = input_shape
     for _ in range(2):
         height, width = (height - 4) // 2, (width - 4) // 2
@@ -43,7 +44,6 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
 
 def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
     """A convolutional network for 8x8 digits; 151,306 weights. Returns logits."""
-    _check_images(input_shape)
     return keras.Sequential(
         [
             layers.Input(input_shape),
@@ -58,7 +58,17 @@ def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
     )
 
 
-ARCHITECTURES = {"lenet5": lenet5, "digits_cnn": digits_cnn}
+ARCHITECTURES = {
+    network.__name__: network
+    for network in (
+        lenet5,
+        digits_cnn,
+        deep_networks.resnet8,
+        deep_networks.resnet20,
+        deep_networks.mobilenet_v2,
+        deep_networks.vision_transformer,
+    )
+}
 
 
 def new_network(
@@ -71,8 +81,13 @@ def new_network(
     """A network of `ARCHITECTURES` that computes as the Keras dtype policy says.
 
     Sets all random seeds, on which its weights depend. Raises ValueError if the policy
-    is none that trains.
+    is none that trains, or the inputs are no images that the network can take.
     """
+    if len(input_shape) != 3:
+        raise ValueError(
+            "Built-in networks take images, [height, width, channels]; examples have "
+            f"shape {tuple(input_shape)}. Pass a network of your own."
+        )
     policy = keras.dtype_policies.get(dtype_policy)
     dtypes = policy.variable_dtype, policy.compute_dtype
     quantized = isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy)
@@ -88,14 +103,6 @@ def new_network(
         return ARCHITECTURES[name](input_shape, num_classes)
     finally:
         keras.config.set_dtype_policy(before)
-
-
-def _check_images(shape):
-    if len(shape) != 3:
-        raise ValueError(
-            "Built-in networks take images, [height, width, channels]; examples have "
-            f"shape {tuple(shape)}. Pass a network of your own."
-        )
 
 
 def _uniform(fan_in):
