@@ -19,8 +19,8 @@ def resnet20(
     """ResNet-20 of He et al. (2016) for CIFAR. Returns logits.
 
     274,042 weights for CIFAR-10, 1,568 of them statistics of normalizations. Shortcuts
-    between stages are 1x1 convolutions, their option B. `strides` are those of the first
-    convolution.
+    between stages are 1x1 convolutions, their option B. `strides` are those of the
+    first convolution.
     """
     return _resnet(
         input_shape, num_classes, 3, biases=False, strides=strides, name="resnet20"
@@ -71,14 +71,14 @@ def vision_transformer(
     """A small vision transformer (Dosovitskiy et al., 2021). Returns logits.
 
     311,050 weights for CIFAR-10: `depth` blocks of attention with four heads and of a
-    perceptron, over patches of `patch` pixels either way. What is classified is the mean
-    over the patches.
+    perceptron, over patches of `patch` pixels either way. What is classified is the
+    mean over the patches.
     """
     height, length, channels = input_shape
     rows, columns = height // patch, length // patch
     if (rows * patch, columns * patch) != (height, length):
         raise ValueError(
-            f"vision_transformer needs images whose height and width are multiples of "
+            "vision_transformer needs images whose height and width are multiples of "
             f"{patch}, not {tuple(input_shape)}. Pad or crop them."
         )
     inputs = layers.Input(input_shape)

@@ -38,7 +38,7 @@ def augment(images: tf.Tensor, max_shift: int, flip: bool, seed) -> tf.Tensor:
 
 
 def check_augmentation(recipe: Recipe, inputs) -> None:
-    """Raises a `ValueError` unless `inputs`, an array or a spec, can be augmented so."""
+    """Raises a `ValueError` unless `inputs`, an array or a spec, can be changed so."""
     shape = getattr(inputs, "shape", None)
     known = isinstance(inputs, np.ndarray | tf.TensorSpec) and len(shape or ()) == 4
     if recipe.flip and not known:
