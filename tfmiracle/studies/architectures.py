@@ -5,7 +5,13 @@ import math
 import keras
 from keras import layers
 
-from tfmiracle.studies import deep_networks
+from tfmiracle.studies.deep_networks import (
+    check_images,
+    mobilenet_v2,
+    resnet8,
+    resnet20,
+    vision_transformer,
+)
 
 
 def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
@@ -15,6 +21,7 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     dense layers of 500 and `num_classes`. Returns logits. Kernels and biases start
     uniform within 1 / sqrt(fan in), which is PyTorch's default and the paper's.
     """
+    check_images(input_shape)
     height, width, channels = input_shape
     for _ in range(2):
         height, width = (height - 4) // 2, (width - 4) // 2
@@ -44,6 +51,7 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
 
 def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
     """A convolutional network for 8x8 digits; 151,306 weights. Returns logits."""
+    check_images(input_shape)
     return keras.Sequential(
         [
             layers.Input(input_shape),
@@ -59,15 +67,12 @@ def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
 
 
 ARCHITECTURES = {
-    network.__name__: network
-    for network in (
-        lenet5,
-        digits_cnn,
-        deep_networks.resnet8,
-        deep_networks.resnet20,
-        deep_networks.mobilenet_v2,
-        deep_networks.vision_transformer,
-    )
+    "lenet5": lenet5,
+    "digits_cnn": digits_cnn,
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "mobilenet_v2": mobilenet_v2,
+    "vision_transformer": vision_transformer,
 }
 
 
@@ -81,13 +86,8 @@ def new_network(
     """A network of `ARCHITECTURES` that computes as the Keras dtype policy says.
 
     Sets all random seeds, on which its weights depend. Raises ValueError if the policy
-    is none that trains, or the inputs are no images that the network can take.
+    is none that trains.
     """
-    if len(input_shape) != 3:
-        raise ValueError(
-            "Built-in networks take images, [height, width, channels]; examples have "
-            f"shape {tuple(input_shape)}. Pass a network of your own."
-        )
     policy = keras.dtype_policies.get(dtype_policy)
     dtypes = policy.variable_dtype, policy.compute_dtype
     quantized = isinstance(policy, keras.dtype_policies.QuantizedDTypePolicy)

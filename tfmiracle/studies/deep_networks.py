@@ -38,6 +38,7 @@ def mobilenet_v2(input_shape=(32, 32, 3), num_classes: int = 10) -> keras.Model:
         *((1, 8, 1, 1), (6, 8, 2, 1), (6, 16, 3, 2), (6, 24, 4, 2)),
         *((6, 32, 3, 1), (6, 56, 3, 2), (6, 112, 1, 1)),
     )
+    check_images(input_shape)
     inputs = layers.Input(input_shape)
     x = layers.ReLU(6)(_convolution(inputs, 16, 3, name="stem"))
     for stage, (times, channels, blocks, strides) in enumerate(stages, 1):
@@ -74,6 +75,7 @@ def vision_transformer(
     perceptron, over patches of `patch` pixels either way. What is classified is the
     mean over the patches.
     """
+    check_images(input_shape)
     height, length, channels = input_shape
     rows, columns = height // patch, length // patch
     if (rows * patch, columns * patch) != (height, length):
@@ -101,8 +103,18 @@ def vision_transformer(
     return _classifier(inputs, x, num_classes, "vision_transformer")
 
 
+def check_images(shape):
+    """Raises a ValueError unless it is a shape of images."""
+    if len(shape) != 3:
+        raise ValueError(
+            "Built-in networks take images, [height, width, channels]; examples have "
+            f"shape {tuple(shape)}. Pass a network of your own."
+        )
+
+
 def _resnet(input_shape, num_classes, blocks, *, biases, strides=1, name):
     """Three stages of 16, 32 and 64 channels; `blocks` in each."""
+    check_images(input_shape)
     he = {"kernel_initializer": "he_normal", "use_bias": biases}
     inputs = layers.Input(input_shape)
     x = layers.ReLU()(_convolution(inputs, 16, 3, strides, name="stem", **he))
