@@ -58,10 +58,10 @@ NOTES = f"""
     python benchmarks/baselines.py --data=CIFAR10.npz --network=NAME --output=FOLDER
 
 The networks that the command line knows, trained without compression on all training
-images but {VALIDATION:,}, shifted by up to {SHARED["max_shift"]} pixels and mirrored.
-Errors are those of the `.keras` file, whose weights are rounded to float16; the test
-set was used once. Settings are in the JSON files. `tfmiracle compress
---model=NAME.keras` starts from one.
+images but {VALIDATION:,}; images are mirrored and shifted at random. Errors are those
+of the `.keras` files, whose weights are rounded to float16. The test set was used once.
+The JSON files have all settings.
+`tfmiracle compress --model=NAME.keras` starts from one.
 """
 
 
@@ -206,7 +206,7 @@ def error(net, task):
 
 def table(folder):
     """Markdown of the records in a folder."""
-    titles = ["", "weights", "validation error, %", "test error, %"]
+    titles = ["", "data", "weights", "validation error, %", "test error, %"]
     titles += ["test error in the literature, %", "epochs", "hours", "bytes of .keras"]
     rows = []
     for file in sorted(folder.glob("*.json")):
@@ -215,6 +215,7 @@ def table(folder):
         rows.append(
             [
                 name,
+                record["data"],
                 f"{record['weights']:,}",
                 f"{record['validation_error']:.2f}",
                 f"{record['test_error']:.2f}",
