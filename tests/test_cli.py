@@ -617,6 +617,7 @@ BAD = {
     "uncompiled model": "{compress} --model={made}/uncompiled.keras",
     "two inputs": "{compress} --model={made}/pair.keras",
     "broken model": "{compress} --model={made}/broken.keras",
+    "features to mirror": "{compress} --flip",
     "images too small": "{compress} --data=digits --model=lenet5",
     "rule without a treatment": "{compress} --rules=one/kernel",
     "rule with a bad treatment": "{compress} --rules=one/kernel:two",

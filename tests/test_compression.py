@@ -33,8 +33,9 @@ from tfmiracle.posteriors.parameterization import (
     MeanVar,
 )
 from tfmiracle.recipe import PAPER_MEAN_VAR
+from tfmiracle.studies.architectures import ARCHITECTURES
 from tfmiracle.training import coding_loop
-from tfmiracle.training.data import shifted, training_batches
+from tfmiracle.training.data import augmented, training_batches
 from tfmiracle.training.objective import describe
 from tfmiracle.training.run import PHASES
 from tfmiracle.training.size import recipe_for, target_bytes
@@ -597,6 +598,17 @@ def test_training_images_are_shifted_and_no_others(tmp_path, short, monkeypatch)
     assert result.stages["decoded"]["loss"] == pytest.approx(plain, rel=1e-5)
 
 
+def test_training_images_are_mirrored_without_a_shift():
+    x = np.arange(5 * 4 * 4, dtype=np.float32).reshape(5, 4, 4, 1)
+    recipe = Recipe(batch_size=2, flip=True)
+    batches = augmented(training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
+    seen = np.concatenate([images for images, _ in batches("warmup", 0).take(20)])
+    either = np.concatenate([x, x[:, :, ::-1]])
+    np.testing.assert_array_equal(np.unique(seen, axis=0), np.unique(either, axis=0))
+    plain = training_batches((x, x), Recipe())
+    assert augmented(plain, Recipe()) is plain
+
+
 @pytest.mark.parametrize("max_shift, count", [(3, 64), (4, 5)])
 def test_images_too_small_to_shift(tmp_path, max_shift, count):
     options = {"recipe": Recipe(max_shift=max_shift), "path": tmp_path / "net.miracle"}
@@ -821,14 +833,15 @@ def test_no_thread_tunes_the_batches():
     x = np.zeros((4, 2, 2, 1), np.float32)
     recipe = Recipe(batch_size=2, max_shift=1)
     batches = training_batches((x, x), recipe)
-    for these in (batches, shifted(batches, recipe)):
+    for these in (batches, augmented(batches, recipe)):
         assert these("coding", 0).options().autotune.enabled is False
 
 
-def test_shifts_go_on_from_any_step_and_differ_between_phases():
+@pytest.mark.parametrize("flip", [False, True])
+def test_shifts_and_flips_go_on_from_any_step_and_differ_between_phases(flip):
     x = np.arange(5 * 4 * 4, dtype=np.float32).reshape(5, 4, 4, 1)
-    recipe = Recipe(batch_size=2, max_shift=2, seed=2**64 - 1)
-    batches = shifted(training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
+    recipe = Recipe(batch_size=2, max_shift=2, flip=flip, seed=2**64 - 1)
+    batches = augmented(training_batches((x, x[:, 0, 0, 0]), recipe), recipe)
     whole = list(batches("coding", 0).take(9).as_numpy_iterator())
     for step in (1, 4, 8):
         rest = list(batches("coding", step).take(9 - step).as_numpy_iterator())
@@ -841,7 +854,7 @@ def test_shifts_go_on_from_any_step_and_differ_between_phases():
         np.testing.assert_array_equal(image, np.tile(labels[:, None] // 16, 16))
 
     same = (x[:1], x[:1, 0, 0, 0])
-    batches = shifted(training_batches(same, recipe), recipe)
+    batches = augmented(training_batches(same, recipe), recipe)
     phases = [list(batches(phase, 0).take(6)) for phase in PHASES]
     assert len({np.stack([b for b, _ in taken]).tobytes() for taken in phases}) == 3
 
@@ -1015,7 +1028,7 @@ COMPRESS = [p for p in sorted(CONFIGS.glob("*.flags")) if "table" not in p.stem]
 def test_configurations_are_valid(path):
     values, recipe = flags_of(path)
     assert values.output is None
-    assert values.model in ("lenet5", "digits_cnn")
+    assert values.model in ARCHITECTURES
     cli.rules_of(values)
     assert recipe.train_steps > 0
     if values.target is not None:

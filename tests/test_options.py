@@ -15,6 +15,7 @@ BAD = {
     "block_size": [0, -3],
     "batch_size": [0],
     "max_shift": [-1, 1.0],
+    "flip": [1, None, "yes"],
     "blocks_per_round": [0, 1.5],
     "warmup_steps": [-1],
     "train_steps": [-1],

@@ -45,6 +45,11 @@ from tfmiracle.studies.report import write_report
 from tfmiracle.training.progress import one_line, warnings_on_one_line
 from tfmiracle.training.summary import compression, show_compression, show_sizes, sizes
 
+# Written out: whoever asks for help does not wait for Keras.
+_BUILT_IN = (
+    "'lenet5', 'digits_cnn', 'resnet8', 'resnet20', 'mobilenet_v2' or "
+    "'vision_transformer'"
+)
 _DATA_HELP = (
     "'digits', a data set of Keras ('mnist', ...), or the path of an .npz file with "
     "x_train, y_train, x_test and y_test."
@@ -266,8 +271,8 @@ def _define_compress(values):
     string(
         "model",
         "lenet5",
-        "'lenet5' or 'digits_cnn', trained from scratch, or the path of a compiled, "
-        "trained .keras file.",
+        f"{_BUILT_IN}, trained from scratch, or the path of a compiled, trained "
+        ".keras file.",
     )
     string("target", None, "Size of the file: '3.3 kB', '500x' or '0.06 bits'.")
     floating(
@@ -521,7 +526,7 @@ def _define_study(values):
     string, floating = _definers(values)
     string("data", None, _DATA_HELP)
     string("workdir", None, "Folder of the study; started again, it goes on.")
-    string("model", "lenet5", "'lenet5' or 'digits_cnn'.")
+    string("model", "lenet5", f"{_BUILT_IN}.")
     _define_dtype_policy(values)
     _define_rules(values)
     for name, default, text in (

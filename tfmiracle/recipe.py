@@ -94,6 +94,12 @@ class Recipe:
         "labels are those of the image as it was. 0 is for inputs of any kind.",
         integer(0),
     )
+    flip: bool = option(
+        False,
+        "whether training images, [batch, height, width, channels], are mirrored left "
+        "to right at random (augmentation), before they are shifted.",
+        SWITCH,
+    )
     warmup_steps: int = option(
         0,
         "steps of deterministic training, before the variational training starts from "

@@ -5,6 +5,14 @@ import math
 import keras
 from keras import layers
 
+from tfmiracle.studies.deep_networks import (
+    check_images,
+    mobilenet_v2,
+    resnet8,
+    resnet20,
+    vision_transformer,
+)
+
 
 def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     """LeNet-5 as in Lin et al. (2023), appendix C; 431,080 weights for MNIST.
@@ -13,7 +21,7 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
     dense layers of 500 and `num_classes`. Returns logits. Kernels and biases start
     uniform within 1 / sqrt(fan in), which is PyTorch's default and the paper's.
     """
-    _check_images(input_shape)
+    check_images(input_shape)
     height, width, channels = input_shape
     for _ in range(2):
         height, width = (height - 4) // 2, (width - 4) // 2
@@ -43,7 +51,7 @@ def lenet5(input_shape=(28, 28, 1), num_classes: int = 10) -> keras.Model:
 
 def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
     """A convolutional network for 8x8 digits; 151,306 weights. Returns logits."""
-    _check_images(input_shape)
+    check_images(input_shape)
     return keras.Sequential(
         [
             layers.Input(input_shape),
@@ -58,7 +66,14 @@ def digits_cnn(input_shape=(8, 8, 1), num_classes: int = 10) -> keras.Model:
     )
 
 
-ARCHITECTURES = {"lenet5": lenet5, "digits_cnn": digits_cnn}
+ARCHITECTURES = {
+    "lenet5": lenet5,
+    "digits_cnn": digits_cnn,
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "mobilenet_v2": mobilenet_v2,
+    "vision_transformer": vision_transformer,
+}
 
 
 def new_network(
@@ -88,14 +103,6 @@ def new_network(
         return ARCHITECTURES[name](input_shape, num_classes)
     finally:
         keras.config.set_dtype_policy(before)
-
-
-def _check_images(shape):
-    if len(shape) != 3:
-        raise ValueError(
-            "Built-in networks take images, [height, width, channels]; examples have "
-            f"shape {tuple(shape)}. Pass a network of your own."
-        )
 
 
 def _uniform(fan_in):

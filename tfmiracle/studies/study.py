@@ -32,7 +32,7 @@ from tfmiracle.recipe import Recipe
 from tfmiracle.studies.architectures import ARCHITECTURES, new_network
 from tfmiracle.studies.records import read_record
 from tfmiracle.studies.task import task_of
-from tfmiracle.training.augmentation import check_shift
+from tfmiracle.training.augmentation import check_augmentation
 from tfmiracle.training.compression import CompressionResult, compress
 from tfmiracle.training.data import checksum
 from tfmiracle.training.progress import one_line, warnings_on_one_line
@@ -183,8 +183,7 @@ def run_study(
 def _check_settings(study, data):
     """Raises at once what would make every run fail."""
     recipe = study.cells()[0]
-    if recipe.max_shift:
-        check_shift(recipe.max_shift, data.x_train)
+    check_augmentation(recipe, data.x_train)
     VariationalModel(
         _network(study, recipe, data),
         recipe.posterior,

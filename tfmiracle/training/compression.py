@@ -25,10 +25,10 @@ from tfmiracle.options import check_switches
 from tfmiracle.recipe import Recipe
 from tfmiracle.training.coding_loop import CodingLoop
 from tfmiracle.training.data import (
+    augmented,
     checksum,
     read_data,
     recalibration_inputs,
-    shifted,
     training_batches,
 )
 from tfmiracle.training.distillation import relabel
@@ -322,8 +322,7 @@ class _Phases:
     def __init__(self, run, recipe, rules, objective, examples, callbacks):
         self._run, self._recipe, self._objective = run, recipe, objective
         self._options = {**recipe.model_options(), "rules": rules}
-        batches = examples.batches
-        self._batches = shifted(batches, recipe) if recipe.max_shift else batches
+        self._batches = augmented(examples.batches, recipe)
         self._validation_data = examples.validation_data
         self._callbacks = callbacks
 

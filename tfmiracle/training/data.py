@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmiracle.structures import as_arrays
-from tfmiracle.training.augmentation import check_shift, random_shift
+from tfmiracle.training.augmentation import augment, check_augmentation
 from tfmiracle.training.run import PHASES, STEPS_PER_EXECUTION
 
 
@@ -114,21 +114,23 @@ def training_batches(data, recipe):
     return batches
 
 
-def shifted(batches, recipe):
-    """The same with images shifted at random, anew in each step."""
-    check_shift(recipe.max_shift, batches(PHASES[0], 0).element_spec[0])
+def augmented(batches, recipe):
+    """The same with images augmented as the recipe says, anew in each step."""
+    if not (recipe.max_shift or recipe.flip):
+        return batches
+    check_augmentation(recipe, batches(PHASES[0], 0).element_spec[0])
 
-    def shifted(phase, step):
-        def shift(step, example):
+    def augmented(phase, step):
+        def change(step, example):
             x, *labels = example
             # Numbers below 0: the orders of epochs have those from 0 on.
             seed = _seed(recipe, phase, -1 - step)
-            return random_shift(x, recipe.max_shift, seed), *labels
+            return augment(x, recipe.max_shift, recipe.flip, seed), *labels
 
         numbered = batches(phase, step).enumerate(step)
-        return numbered.map(shift).prefetch(STEPS_PER_EXECUTION)
+        return numbered.map(change).prefetch(STEPS_PER_EXECUTION)
 
-    return shifted
+    return augmented
 
 
 def recalibration_inputs(batches, recipe):
