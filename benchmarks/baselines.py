@@ -10,7 +10,6 @@ test set is not used before the end.
 """
 
 import argparse
-import dataclasses
 import io
 import json
 import os
@@ -160,15 +159,8 @@ def deflated(net):
     return made.getvalue()
 
 
-def shuffled(data):
-    """Its training set in another order: that of some files has a period of classes."""
-    order = np.random.default_rng(0).permutation(len(data.x_train))
-    x, y = data.x_train[order], data.y_train[order]
-    return dataclasses.replace(data, x_train=x, y_train=y)
-
-
 def run(flags):
-    data, wanted = shuffled(load_dataset(flags.data)), settings(flags)
+    data, wanted = load_dataset(flags.data), settings(flags)
     held_out = data.hold_out(VALIDATION / len(data.x_train))
     name, path = flags.network, flags.output / flags.network
 

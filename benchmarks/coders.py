@@ -7,8 +7,8 @@ A Gaussian source asks how far a coder is from Shannon's bound. Posteriors with 
 and an uneven KL, of 0.1 to 4 bits a weight, show log weight, spread and time. With
 --data, so do those of a ResNet-8; and LeNet-5 is trained as by the preset (--steps:
 those of warm start and training), once for each seed, and coded in one shot, without
-fine-tuning; the networks are evaluated on the test set and on every sixth training
-image, which is held out. Writes `coders.json`, what is there already stays, and tables
+fine-tuning; the networks are evaluated on the test set and on a sixth of the training
+images, which is held out. Writes `coders.json`, what is there already stays, and tables
 and a figure of all of it.
 """
 

@@ -914,7 +914,9 @@ def test_specifications_by_name_class_or_object():
         with pytest.raises(ValueError, match=r"options of .*'mean_var' are log_"):
             Recipe(parameterization={"name": "mean_var", "config": config})
     for name in ("deterministic", "mean_kurtosis", Deterministic()):
-        with pytest.raises(ValueError, match=r"codable=True .*: mean_kl, mean_var, sites\. "):
+        with pytest.raises(
+            ValueError, match=r"codable=True .*: mean_kl, mean_var, sites\. "
+        ):
             Recipe(parameterization=name)
 
 

@@ -48,18 +48,24 @@ class Dataset:
         """Replaces the test set by a part of the training set.
 
         For choosing settings, so that the test set stays unseen. The examples are
-        taken at even distances: archives are often sorted by class.
+        taken at random, always the same, the same share of each class.
 
         Raises:
           ValueError: if no example would be left on one side.
         """
         position = np.arange(len(self.x_train) + 1) * fraction
-        held = np.floor(position[1:]) > np.floor(position[:-1])
-        if not 0 < fraction < 1 or not held.any() or held.all():
+        chosen = np.floor(position[1:]) > np.floor(position[:-1])
+        if not 0 < fraction < 1 or not chosen.any() or chosen.all():
             raise ValueError(
                 "The fraction held out must leave examples on both sides. "
                 f"Received: {fraction} of {len(self.x_train)} examples"
             )
+        order = np.random.default_rng(0).permutation(len(self.x_train))
+        classes = class_numbers(self.y_train)
+        if classes is not None:
+            order = order[np.argsort(classes[order], kind="stable")]
+        held = np.empty(len(order), bool)
+        held[order] = chosen  # at even distances, where examples are sorted by class
         return Dataset(
             self.x_train[~held],
             self.y_train[~held],
