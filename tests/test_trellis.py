@@ -10,12 +10,15 @@ import keras
 import numpy as np
 import pytest
 import scipy.stats
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import HOST
 
 import tfmiracle
 from tfmiracle.codec.layout import CodedVariable, WeightLayout
 from tfmiracle.codec.trellis import TrellisCode
+from tfmiracle.coding import trellis
 from tfmiracle.coding.coder import CODERS, SELECTIONS
 from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.decoder import decode
@@ -713,3 +716,36 @@ def test_a_target_for_one_weight():
 def test_a_target_is_read_first():
     with pytest.raises(ValueError, match="`target` must be a number of bytes"):
         recipe_for(small_net(), "soon", tfmiracle.Recipe(coder="orc"))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_passes_are_bounded_and_do_not_wait_for_the_host(sampled):
+    """Nothing in the compiled programs is larger than the choices of a chunk."""
+    chunk, states = trellis._CHUNK, 1 << 9
+
+    def program(run, *shapes):
+        inputs = [tf.zeros(shape, dtype) for dtype, *shape in shapes]
+        around = tf.function(lambda *inputs: run(*inputs), jit_compile=True)
+        return around.experimental_get_compiler_ir(*inputs)(stage="hlo")
+
+    forward = program(
+        trellis._forward_pass(9, 2, sampled),
+        (tf.float32, (1 << 16) + states),
+        (tf.uint32, 2),
+        *[(tf.int32,)] * 2,
+        (tf.int32, chunk, 2),
+        *[(tf.float32, chunk, 2)] * 2,
+        (tf.float32, chunk),
+        (tf.float32, states),
+    )
+    backward = program(
+        trellis._backward_pass(9),
+        *[(tf.int32,)] * 2,
+        (tf.uint8, chunk, states // 16),
+    )
+    for text in (forward, backward):
+        assert "while(" in text
+        assert not re.search(HOST, text)
+        shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)
+        sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in shapes]
+        assert max(sizes) <= max(chunk * states // 16, (1 << 16) + states)
