@@ -34,6 +34,18 @@ def numbered_blocks(layout):
     return numbers.reshape(layout.mask().shape) * layout.mask()
 
 
+@DETERMINISTIC
+@given(layouts)
+def test_pull_back_is_the_transpose_of_expand(layout):
+    rng = np.random.default_rng(0)
+    blocks = rng.normal(size=layout.mask().shape) * layout.mask()
+    gradients = [rng.normal(size=v.shape) for v in layout.variables]
+    values = layout.expand(blocks)
+    expected = sum(np.sum(v * g) for v, g in zip(values, gradients, strict=True))
+    found = np.sum(blocks * layout.pull_back(gradients))
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+
+
 @pytest.fixture(scope="module")
 def lenet_variables():
     net = lenet5()

@@ -49,6 +49,7 @@ _MODULE_OF = {
     "MinimalRandomCode": "codec.code",
     "MinimalRandomCoder": "coding.minimal_random",
     "MiracleFile": "miracle_file",
+    "ONE_SHOT": "recipe",
     "PAPER": "recipe",
     "Parameterization": "posteriors.parameterization",
     "Prior": "codec.prior",

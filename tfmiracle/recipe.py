@@ -25,6 +25,7 @@ from tfmiracle.posteriors.parameterization import (
     MeanKL,
     MeanVar,
     Parameterization,
+    Sites,
 )
 
 # What a coder object says itself, and a coder given by name is made with.
@@ -109,6 +110,12 @@ class Recipe:
     warmup_learning_rate: float = option(
         2e-3, "learning rate in deterministic training, at the start.", POSITIVE
     )
+    curvature_steps: int = option(
+        0,
+        "'sites': batches on which the curvature of the loss at the weights is "
+        "measured, from which the posterior starts; with 0 from the weights alone.",
+        integer(0),
+    )
     train_steps: int = option(6000, "steps of variational training.", integer(0))
     learning_rate: float | None = option(
         None,
@@ -177,6 +184,13 @@ class Recipe:
     def __post_init__(self):
         parameterization = PARAMETERIZATIONS.get(self.parameterization, codable=True)
         object.__setattr__(self, "parameterization", parameterization)
+        if self.curvature_steps and not parameterization.observes:
+            raise ValueError(
+                "`curvature_steps` must be 0 unless the parameterization starts from "
+                "the curvature, as 'sites' does. Received: "
+                f"curvature_steps={self.curvature_steps} and parameterization="
+                f"{parameterization.identifier!r}"
+            )
         if isinstance(self.coder, str):  # found where it is used, with TensorFlow
             CODERS.check(self.coder)
         else:
@@ -284,6 +298,16 @@ def coder_of(coder: str | dict | Coder, **options) -> Coder:
 
 
 DEFAULTS = Recipe()
+
+# Without training: seconds instead of minutes, for two bits a weight and more.
+ONE_SHOT = Recipe(
+    parameterization=Sites(),
+    coder="trellis",
+    curvature_steps=100,
+    train_steps=0,
+    blocks_per_round=2**30,  # all of them
+    finetune_steps=0,
+)
 
 # Mean-KL; with `PAPER_MEAN_VAR` and train_steps=200_000 it is Mean-Var.
 PAPER = Recipe(

@@ -187,6 +187,20 @@ class WeightLayout:
             parts.append(flat.astype(np.float32))
         return self.to_blocks(np.concatenate(parts))
 
+    def pull_back(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
+        """The derivatives by every variable -> float32[num_blocks, block_size].
+
+        Those by the effective weights, the transpose of `expand`.
+        """
+        parts = []
+        for i, (v, gradient) in enumerate(zip(self.variables, gradients, strict=True)):
+            flat = np.asarray(gradient).reshape(-1)
+            if v.hash_factor > 1:
+                index, sign = self.hashing(i)
+                flat = np.bincount(index, flat * sign, minlength=v.effective_size)
+            parts.append(flat.astype(np.float32))
+        return self.to_blocks(np.concatenate(parts))
+
 
 def _is_positive_integer(value) -> bool:
     return isinstance(value, numbers.Integral) and value >= 1

@@ -34,11 +34,14 @@ class Parameterization(abc.ABC):
       identifier: its name.
       learning_rate: of the means with Adam, where nothing else is said.
       codable: whether Q has a variance, without which there is nothing to code.
+      observes: whether its posterior can start from the curvature of the loss, by a
+        method `observe`.
     """
 
     identifier: ClassVar[str]
     learning_rate: ClassVar[float] = 1e-2
     codable: ClassVar[bool] = True
+    observes: ClassVar[bool] = False
 
     @abc.abstractmethod
     def posterior(self, layout, **options):
@@ -134,6 +137,7 @@ class Sites(ExactBudget):
 
     identifier: ClassVar[str] = "sites"
     learning_rate: ClassVar[float] = 2e-3
+    observes: ClassVar[bool] = True
     precision_rate: float = option(
         5.0,
         "learning rate of the log precisions of sites relative to their means.",

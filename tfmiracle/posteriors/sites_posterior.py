@@ -63,3 +63,22 @@ class SitesPosterior(ExactBudgetPosterior):
             np.where(mask, log_precision, 0) / self.parameterization.precision_rate,
             np.full((len(loc), 1), self.parameterization.initial_budget),
         ]
+
+    def observe(self, curvature: np.ndarray) -> None:
+        """Sets the precisions of the sites to the curvature of the loss at the weights.
+
+        Half of it is a weight's own, which a few batches do not tell well, and half the
+        mean over its variable.
+
+        Args:
+          curvature: `[num_blocks, block_size]`, at least 0, in any unit of the loss.
+        """
+        layout = self.layout
+        sizes = [v.effective_size for v in layout.variables]
+        own = layout.to_effective(np.asarray(curvature, np.float64))
+        means = [part.mean() for part in np.split(own, np.cumsum(sizes)[:-1])]
+        mixed = layout.to_blocks(0.5 * (own + np.repeat(means, sizes)))
+        rho = self.coding_scale[layout.scale_index_of_slot()]
+        precision = np.maximum(mixed, np.finfo(np.float32).tiny) * rho**2
+        log_precision = np.where(layout.mask(), np.log(precision), 0)
+        self.log_precision.assign(log_precision / self.parameterization.precision_rate)

@@ -24,6 +24,7 @@ from tfmiracle.miracle_file import MiracleFile, check_metadata
 from tfmiracle.options import check_switches
 from tfmiracle.recipe import Recipe
 from tfmiracle.training.coding_loop import CodingLoop
+from tfmiracle.training.curvature import curvature
 from tfmiracle.training.data import (
     augmented,
     checksum,
@@ -348,6 +349,11 @@ class _Phases:
         """Variational training under the budget; returns the model."""
         recipe = self._recipe
         model = VariationalModel(net, recipe.posterior, **self._options)
+        if recipe.curvature_steps and not self._run.goes_on:
+            batches = self._batches("variational", 0).take(recipe.curvature_steps)
+            loss = self._objective.loss
+            found = curvature(model, batches, loss, recipe.seed)
+            model.block_posterior.observe(found)
         rate = self._schedule(recipe.learning_rates[0], recipe.train_steps)
         self._objective.compile(model, rate)
         self._fit(model, "variational", recipe.train_steps)

@@ -80,6 +80,48 @@ def relabel(data, teacher: keras.Model, loss=None, batch_size: int = 64):
     return x, y, *rest[1:]
 
 
+def sampled_labels(outputs, loss, seed) -> list[tuple]:
+    """Labels drawn from what a network says.
+
+    Args:
+      outputs: float32 outputs of the network.
+      loss: a loss for all of them, or a structure like that of `outputs`, see
+        `soft_loss`. Where it is no cross-entropy, labels are normal, of mean `outputs`
+        and variance 1.
+      seed: two integers, which decide what is drawn.
+
+    Returns:
+      For each output the loss that compares it with its labels, the labels, float32
+      like the output (those of classes are one-hot rows), and the output.
+    """
+    flat = tf.nest.flatten(outputs)
+    losses = tf.nest.flatten("mse" if loss is None else loss)
+    losses = losses * len(flat) if len(losses) == 1 else losses
+    return [
+        (
+            soft_loss(one),
+            _draw(tf.stop_gradient(y), one, tf.random.fold_in(seed, 2 * i + 1)),
+            y,
+        )
+        for i, (y, one) in enumerate(zip(flat, losses, strict=True))
+    ]
+
+
+def _draw(outputs, loss, seed):
+    name, from_logits = _cross_entropy(loss)
+    if name is None:
+        return outputs + tf.random.stateless_normal(tf.shape(outputs), seed)
+    if name == "binary_crossentropy":
+        p = tf.sigmoid(outputs) if from_logits else outputs
+        return tf.cast(tf.random.stateless_uniform(tf.shape(p), seed) < p, tf.float32)
+    classes = outputs.shape[-1]
+    logits = tf.reshape(outputs, [-1, classes])
+    if not from_logits:
+        logits = tf.math.log(tf.maximum(logits, 1e-30))
+    drawn = tf.random.stateless_categorical(logits, 1, seed)
+    return tf.reshape(tf.one_hot(drawn[:, 0], classes), tf.shape(outputs))
+
+
 def _cross_entropy(loss):
     """Name of a cross-entropy, or None, and whether it takes logits."""
     loss = keras.losses.get(loss)

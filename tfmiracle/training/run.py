@@ -120,6 +120,11 @@ class Run:
         """Time spent, over all sittings that reached a checkpoint."""
         return self._seconds_before + time.monotonic() - self._start
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the state of a phase that was broken off is still to be restored."""
+        return self._state is not None
+
     def _open(self):
         for left_over in self.workdir.glob(".miracle-*.tmp"):
             left_over.unlink()
