@@ -16,7 +16,7 @@ from keras import layers
 from support import CONFIGS, fix_all, own_classes
 
 import tfmiracle
-from tfmiracle import PAPER, Recipe, cli
+from tfmiracle import ONE_SHOT, PAPER, Recipe, cli
 from tfmiracle.coding.coder import CODERS
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
 from tfmiracle.coding.trellis import TrellisCoder
@@ -1023,7 +1023,11 @@ def flags_of(path):
     return values, cli.recipe_of(values)
 
 
-COMPRESS = [p for p in sorted(CONFIGS.glob("*.flags")) if "table" not in p.stem]
+COMPRESS = [
+    p
+    for p in sorted(CONFIGS.glob("*.flags"))
+    if "table" not in p.stem and p.stem != "one_shot"
+]
 
 
 @pytest.mark.parametrize("path", COMPRESS, ids=lambda p: p.stem)
@@ -1035,6 +1039,11 @@ def test_configurations_are_valid(path):
     assert recipe.train_steps > 0
     if values.target is not None:
         target_bytes(values.target, 10_000)
+
+
+def test_the_configuration_without_training():
+    _, recipe = flags_of(CONFIGS / "one_shot.flags")
+    assert recipe == ONE_SHOT
 
 
 @pytest.mark.parametrize("block_size", [20, 30, 40])
