@@ -77,9 +77,11 @@ def test_several_outputs_add_up():
     net = keras.Model(x, {"a": h, "b": keras.layers.Activation("linear")(h)})
     net.weights[1].assign(np.zeros(OUTPUTS))
     once = of_linear(np.full((len(X), OUTPUTS), 4 / OUTPUTS**2))
-    for loss in ("mse", {"a": "mse", "b": "mse"}):
+    for loss, times in (("mse", 2), ({"a": "mse", "b": "mse"}, 2), ({"b": "mse"}, 1)):
         for found, expected in zip(measured(net, loss), once):
-            np.testing.assert_allclose(found, 2 * expected, 0.2)
+            np.testing.assert_allclose(found, times * expected, 0.2)
+    with pytest.raises(ValueError, match=r"one for each of the 2 outputs"):
+        measured(net, ["mse"] * 3)
 
 
 def test_an_output_for_each_position():

@@ -91,12 +91,23 @@ def sampled_labels(outputs, loss, seed) -> list[tuple]:
       seed: two integers, which decide what is drawn.
 
     Returns:
-      For each output the loss that compares it with its labels, the labels, float32
-      like the output (those of classes are one-hot rows), and the output.
+      For each output that has a loss: the loss that compares it with its labels, the
+      labels, float32 like the output (those of classes are one-hot rows), and the
+      output.
+
+    Raises:
+      ValueError: if there are several losses, but not one for each output.
     """
     flat = tf.nest.flatten(outputs)
+    if isinstance(loss, dict) and isinstance(outputs, dict):
+        loss = {name: loss.get(name) for name in outputs}
     losses = tf.nest.flatten("mse" if loss is None else loss)
     losses = losses * len(flat) if len(losses) == 1 else losses
+    if len(losses) != len(flat):
+        raise ValueError(
+            f"`loss` must be one loss, or one for each of the {len(flat)} outputs, "
+            f"arranged as they are. Received: loss={loss!r}"
+        )
     return [
         (
             soft_loss(one),
@@ -104,6 +115,7 @@ def sampled_labels(outputs, loss, seed) -> list[tuple]:
             y,
         )
         for i, (y, one) in enumerate(zip(flat, losses, strict=True))
+        if one is not None
     ]
 
 
