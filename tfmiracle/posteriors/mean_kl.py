@@ -151,9 +151,9 @@ def log_scale_slope(s: tf.Tensor) -> tf.Tensor:
     double = s.dtype == tf.float64
     end, numerator, denominator = _SLOPE_FLOAT64 if double else _SLOPE_FLOAT32
     near = tf.minimum(s, end)
-    q = _horner(near, numerator)
+    q = polynomial(near, numerator)
     if denominator:
-        q /= _horner(near, denominator)
+        q /= polynomial(near, denominator)
     half = -0.5 * s
     return half + tf.exp(half * near) * q
 
@@ -186,7 +186,7 @@ def log_scale_ratio_pade(s: TensorLike) -> tf.Tensor:
     one = tf.ones_like(delta)
     delta = tf.where(tiny, one, delta)
     t = s * tf.sqrt(tf.where(tiny, one, -tf.math.expm1(-delta) / delta))
-    one_minus_v = t * _horner(t, _PADE[0]) / _horner(t, _PADE[1])
+    one_minus_v = t * polynomial(t, _PADE[0]) / polynomial(t, _PADE[1])
     return 0.5 * tf.math.log1p(-one_minus_v)
 
 
@@ -256,12 +256,12 @@ def _expm1_minus(x):
     """Returns `exp(x) - 1 - x`, which cancels near zero where it is `x^2 / 2`."""
     near = tf.clip_by_value(x, -1.0, 1.0)
     terms = _EXPM1_MINUS if x.dtype == tf.float64 else _EXPM1_MINUS[:11]
-    near = 0.5 * near * near * _horner(near, terms)
+    near = 0.5 * near * near * polynomial(near, terms)
     y = tf.where(tf.abs(x) < 1.0, near, tf.math.expm1(x) - x)
     return y, lambda dy: dy * tf.math.expm1(x)
 
 
-def _horner(x: tf.Tensor, coefficients: Sequence[float]) -> tf.Tensor:
+def polynomial(x: tf.Tensor, coefficients: Sequence[float]) -> tf.Tensor:
     """Evaluates a polynomial given constant term first."""
     y = coefficients[-1]
     for c in coefficients[-2::-1]:

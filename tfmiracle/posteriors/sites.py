@@ -18,11 +18,14 @@ import math
 
 import tensorflow as tf
 
-from tfmiracle.posteriors.mean_kl import kl_from_standardized
+from tfmiracle.posteriors.mean_kl import polynomial
 
 _MAX_STEPS = 60
-_PRECISE = 1e-6  # of log a, beside its rounding
+_SMALL, _ROUNDING = 3e-4, 1e-6  # steps in log a, the second relative to it
 _FAR = -1e30  # log precision of what has no site
+# log(1 + t) - t / (1 + t) is t^2 times this, up to t = 1 / 8.
+_SERIES = tuple((-1) ** k * (1 - 1 / k) for k in range(2, 12))
+_LOG_SMALL = -math.log(8)
 
 
 def sites_standardized(
@@ -48,22 +51,21 @@ def sites_standardized(
     log_e = tf.where(mask, log_precision, _FAR)
     log_e -= tf.stop_gradient(tf.reduce_max(log_e, -1, keepdims=True))
     log_ae = _log_temperature(m, log_e, kappa) + log_e
-    return _standardized(log_ae, m)
-
-
-def _standardized(log_ae, m):
     return m * tf.sigmoid(log_ae), -0.5 * tf.nn.softplus(log_ae)
 
 
-def _kl(log_ae, m):
-    kl = kl_from_standardized(*_standardized(log_ae, m))
-    return tf.reduce_sum(kl, -1, keepdims=True)
-
-
-def _slope(log_ae, m):
-    """Derivative of the KL of each weight by log a."""
-    share, rest = tf.sigmoid(log_ae), tf.sigmoid(-log_ae)
-    return tf.square(share) * (0.5 + tf.square(m) * rest)
+def _kl_and_slope(log_ae, m):
+    """The KL of each weight, its derivative by log a, and share."""
+    t = tf.exp(-tf.abs(log_ae))
+    near, far = 1 / (1 + t), t / (1 + t)
+    share = tf.where(log_ae > 0, near, far)
+    rest = tf.where(log_ae > 0, far, near)
+    entropy = tf.maximum(log_ae, 0.0) + tf.math.log1p(t) - share
+    # Both terms are about t for a small t = a e, and cancel.
+    entropy = tf.where(log_ae > _LOG_SMALL, entropy, t * t * polynomial(t, _SERIES))
+    square, mean_square = tf.square(share), tf.square(m)
+    kl = 0.5 * (entropy + square * mean_square)
+    return kl, square * (0.5 + mean_square * rest), share
 
 
 @tf.custom_gradient
@@ -72,11 +74,16 @@ def _log_temperature(m, log_e, kappa):
     log_a = _solve(m, log_e, kappa)
 
     def gradient(upstream):
-        share, slope = tf.sigmoid(log_a + log_e), _slope(log_a + log_e, m)
-        by_kappa = upstream / tf.reduce_sum(slope, -1, keepdims=True)
+        _, slope, share = _kl_and_slope(log_a + log_e, m)
+        by_kappa = upstream / _sum(slope)
         return -by_kappa * tf.square(share) * m, -by_kappa * slope, by_kappa
 
     return log_a, gradient
+
+
+def _sum(x):
+    """Of a block. As a product, which XLA does not fuse: terms stay vectorized."""
+    return tf.tensordot(x, tf.ones([x.shape[-1], 1]), 1)
 
 
 def _solve(m, log_e, kappa):
@@ -87,23 +94,23 @@ def _solve(m, log_e, kappa):
     log_kappa = tf.math.log(kappa)
     # The power law is above the KL, and the site of the largest precision below.
     power = tf.square(tf.exp(log_e)) * (0.25 + 0.5 * tf.square(m))
-    low = 0.5 * (log_kappa - tf.math.log(tf.reduce_sum(power, -1, keepdims=True)))
+    low = 0.5 * (log_kappa - tf.math.log(_sum(power)))
     high = tf.maximum(low, 2.0 * kappa + math.log(4.0))
 
-    def unsolved(step, low, high, log_a, change):
-        del low, high
-        near = _PRECISE * tf.maximum(1.0, tf.abs(log_a))
-        return (step < _MAX_STEPS) & tf.reduce_any(tf.abs(change) > near)
+    def unsolved(step, low, high, log_a, solved):
+        return (step < _MAX_STEPS) & ~tf.reduce_all(solved)
 
-    def newton(step, low, high, log_a, change):
-        kl = _kl(log_a + log_e, m)
-        slope = tf.reduce_sum(_slope(log_a + log_e, m), -1, keepdims=True)
+    def newton(step, low, high, log_a, solved):
+        kl, slope = map(_sum, _kl_and_slope(log_a + log_e, m)[:2])
         below = kl < kappa
         low, high = tf.where(below, log_a, low), tf.where(below, high, log_a)
         found = log_a + (log_kappa - tf.math.log(kl)) * kl / slope
         inside = (found >= low) & (found <= high)
         found = tf.where(inside, found, 0.5 * (low + high))
-        return step + 1, low, high, found, found - log_a
+        change = tf.abs(found - log_a)
+        # What a small step of Newton's leaves is about its square.
+        solved = inside & (change < _SMALL) | (change < _ROUNDING * tf.abs(log_a))
+        return step + 1, low, high, found, solved
 
-    start = tf.constant(0), low, high, low, tf.ones_like(low)
+    start = tf.constant(0), low, high, low, tf.zeros_like(low, bool)
     return tf.while_loop(unsolved, newton, start)[3]
