@@ -116,7 +116,8 @@ def test_what_does_not_matter_is_zero():
 
 def test_sites_take_it():
     net = linear()
-    model = tfmiracle.VariationalModel(net, "sites", block_size=16)
+    sites = tfmiracle.Sites(initial_budget=1.0)
+    model = tfmiracle.VariationalModel(net, sites, block_size=16)
     posterior = model.block_posterior
     largest = 1e6 * (np.arange(16).reshape(1, 16) == 3)
     posterior.observe(largest)

@@ -301,7 +301,7 @@ DEFAULTS = Recipe()
 
 # Without training: seconds instead of minutes, for two bits a weight and more.
 ONE_SHOT = Recipe(
-    parameterization=Sites(),
+    parameterization=Sites(initial_budget=1.0),
     coder="trellis",
     curvature_steps=100,
     train_steps=0,

@@ -78,6 +78,15 @@ class Parameterization(abc.ABC):
 PARAMETERIZATIONS = Registry("parameterization", Parameterization)
 
 
+def _initial_budget(default):
+    return option(
+        default,
+        "the KL of a block at first, in multiples of `kl_bits`; it falls to `kl_bits` "
+        f"in the course of `annealing_steps`. By default {default:g}.",
+        number(1, 1e6),
+    )
+
+
 @options
 class ExactBudget(Parameterization):
     """Meets the budget by construction, which may be larger at first.
@@ -85,12 +94,7 @@ class ExactBudget(Parameterization):
     See `tfmiracle.posteriors.exact_budget.ExactBudgetPosterior`.
     """
 
-    initial_budget: float = option(
-        1.0,
-        "the KL of a block at first, in multiples of `kl_bits`; it falls to `kl_bits` "
-        "in the course of `annealing_steps`.",
-        number(1, 1e6),
-    )
+    initial_budget: float = _initial_budget(1.0)
     annealing_steps: int | None = option(
         None,
         "calls in training in which the budget falls; by default half of the steps of "
@@ -99,8 +103,7 @@ class ExactBudget(Parameterization):
     )
 
     def meaning(self) -> "ExactBudget":
-        plain = {f.name: f.default for f in dataclasses.fields(ExactBudget)}
-        return dataclasses.replace(self, **plain)
+        return dataclasses.replace(self, initial_budget=1.0, annealing_steps=None)
 
     def for_steps(self, train_steps: int) -> "ExactBudget":
         if self.annealing_steps is not None:
@@ -136,10 +139,11 @@ class Sites(ExactBudget):
     """
 
     identifier: ClassVar[str] = "sites"
-    learning_rate: ClassVar[float] = 2e-3
+    learning_rate: ClassVar[float] = 5e-3
     observes: ClassVar[bool] = True
+    initial_budget: float = _initial_budget(4.0)
     precision_rate: float = option(
-        5.0,
+        8.0,
         "learning rate of the log precisions of sites relative to their means.",
         POSITIVE,
     )
