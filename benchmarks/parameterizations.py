@@ -1,6 +1,7 @@
-"""Compares parameterizations on a small network with BatchNormalization, without coding.
+"""Compares parameterizations on a small network with normalizations, without coding.
 
-    python benchmarks/parameterizations.py --output=FOLDER [--seeds=0,1,2] [--steps=1500]
+    python benchmarks/parameterizations.py --output=FOLDER [--seeds=0,1,2]
+        [--steps=1500]
 
 A network of 33,338 weights is trained on scikit-learn's digits; from its weights each
 parameterization starts, for so many steps at half a bit a weight. The table has the
