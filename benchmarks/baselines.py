@@ -32,7 +32,7 @@ from timing import machine
 from tfmiracle import Recipe
 from tfmiracle.datasets import load_dataset
 from tfmiracle.files import write_atomically
-from tfmiracle.studies.architectures import new_network
+from tfmiracle.studies.architectures import ARCHITECTURES, new_network
 from tfmiracle.studies.task import task_of
 from tfmiracle.training.data import augmented, training_batches
 
@@ -223,12 +223,14 @@ def table(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="CIFAR-10 as an .npz file")
-    parser.add_argument("--network", required=True, help="name of a built-in network")
+    parser.add_argument("--network", required=True, choices=ARCHITECTURES)
     parser.add_argument("--output", required=True, type=pathlib.Path)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype_policy", default="float32")
     flags = parser.parse_args()
+    if flags.epochs <= WARMUP_EPOCHS:
+        parser.error(f"--epochs must be more than {WARMUP_EPOCHS}")
     flags.output.mkdir(parents=True, exist_ok=True)
     run(flags)
     text = f"{NOTES}\n{table(flags.output)}"

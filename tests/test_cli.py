@@ -639,6 +639,8 @@ BAD = {
     "unknown parameterization": "{compress} --parameterization=mean_kurtosis",
     "nothing to code": "{compress} --parameterization=deterministic",
     "an option of mean_var": "{compress} --parameterization=mean_var --beta=-1",
+    "nothing trained": "{compress} --model=digits_cnn --train_steps=0 "
+    "--finetune_steps=0",
     "nothing held out": "{compress} --validation_fraction=1e-9",
     "all held out": "{compress} --validation_fraction=1",
     "missing flag file": "{compress} --flagfile={made}/none.flags",

@@ -19,7 +19,6 @@ import tfmiracle
 from tfmiracle import ONE_SHOT, PAPER, Recipe, cli
 from tfmiracle.coding.coder import CODERS
 from tfmiracle.coding.minimal_random import MinimalRandomCoder
-from tfmiracle.coding.trellis import TrellisCoder
 from tfmiracle.datasets import load_dataset
 from tfmiracle.hosts.models import VariationalModel
 from tfmiracle.hosts.network import to_file
@@ -975,18 +974,6 @@ def test_default_learning_rates_suit_the_parameterization():
     assert Recipe(parameterization="mean_var").learning_rates == (2e-3, 1e-3)
     assert Recipe(finetune_learning_rate=0.5).learning_rates == (1e-2, 0.5)
     assert PAPER.learning_rates == (1e-3, 1e-3)
-
-
-@pytest.mark.parametrize("coder", ["trellis", TrellisCoder(block_bits=8)])
-def test_fine_tuning_makes_up_for_more_kl_than_bits(coder):
-    def budget(**options):
-        own = {"block_bits": 8} if coder == "trellis" else {}
-        return Recipe(coder=coder, **own, **options).model_options()["kl_bits"]
-
-    assert budget() == 12
-    assert budget(finetune_steps=0) is None  # what the code says, 8
-    assert budget(kl_bits=9.0) == 9
-    assert Recipe(block_bits=8).model_options()["kl_bits"] is None
 
 
 def test_the_paper():

@@ -130,3 +130,16 @@ def test_labels_of_a_dataset_stay_those_of_the_teacher(tmp_path):
     )
     assert len(seen) == 30  # ten of each phase
     np.testing.assert_allclose(seen, [labels] * len(seen), rtol=1e-4)
+
+
+def test_losses_by_name_find_their_outputs():
+    """Whatever the order of names and outputs."""
+    x = keras.layers.Input((3,))
+    heads = [keras.layers.Dense(4, name="zz"), keras.layers.Dense(4, name="aa")]
+    net = keras.Model(x, [head(x) for head in heads])
+    crossentropy = keras.losses.CategoricalCrossentropy(from_logits=True)
+    inputs = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    _, labels = relabel(inputs, net, {"aa": "mse", "zz": crossentropy})
+    outputs = net(inputs)
+    np.testing.assert_allclose(labels[0], keras.ops.softmax(outputs[0]), 1e-5)
+    np.testing.assert_allclose(labels[1], outputs[1], 1e-5)

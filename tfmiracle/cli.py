@@ -375,6 +375,13 @@ def _compress(values):
     from tfmiracle.studies.task import task_of
     from tfmiracle.training.compression import compress
 
+    built_in = values.model in _architectures()
+    trains = recipe.warmup_steps or recipe.train_steps or recipe.finetune_steps
+    if built_in and not trains:
+        raise flags.Error(
+            f"--model={values.model} starts from random weights, and the recipe trains "
+            "none: give a .keras file of a trained network, or --train_steps"
+        )
     net = _network(values.model, data, values.dtype_policy, recipe.seed)
     task = task_of(net, data, net.loss)
     _say(task.done)
@@ -394,7 +401,7 @@ def _compress(values):
         record=values.record,
         overwrite=values.overwrite,
     )
-    from_scratch = values.model in _architectures() and not recipe.warmup_steps
+    from_scratch = built_in and not recipe.warmup_steps
     return {
         **compression(
             result.stages,

@@ -192,6 +192,8 @@ def class_numbers(y: np.ndarray) -> np.ndarray | None:
     Returns:
       int64 `[n]`, from 0, or None.
     """
+    if y.dtype.kind not in "fiub":
+        return None
     if y.ndim == 2 and y.shape[1] > 1:
         one_hot = np.all((y == 0) | (y == 1)) and np.all(np.sum(y, 1) == 1)
         return np.argmax(y, 1) if one_hot else None

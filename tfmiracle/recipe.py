@@ -55,8 +55,7 @@ class Recipe:
     )
     kl_bits: float | None = option(
         None,
-        "KL(Q || P) of a block in bits; by default `block_bits`, with 'trellis' 1.5 "
-        "times that where fine-tuning (`finetune_steps`) makes up for it.",
+        "KL(Q || P) of a block in bits; by default `block_bits`.",
         or_none(number(0)),
     )
     coder: str | Coder = option(
@@ -217,15 +216,6 @@ class Recipe:
             self.finetune_learning_rate or default / 2,
         )
 
-    @property
-    def _trellis_kl_bits(self) -> float | None:
-        """The default of `kl_bits`; None is what the code of a block says."""
-        bits = self.block_bits
-        name = self.coder
-        if isinstance(name, Coder):
-            name, bits = name.identifier, getattr(name, "block_bits", None)
-        return 1.5 * bits if name == "trellis" and self.finetune_steps else None
-
     def made_coder(self) -> Coder:
         """The coder, which checks its options. By name it needs TensorFlow."""
         return coder_of(self.coder, **{n: getattr(self, n) for n in CODER_OPTIONS})
@@ -248,10 +238,7 @@ class Recipe:
             "l2",
             "seed",
         )
-        found = {name: getattr(self, name) for name in names}
-        if self.kl_bits is None:
-            found["kl_bits"] = self._trellis_kl_bits
-        return found
+        return {name: getattr(self, name) for name in names}
 
     def settings(self) -> dict:
         """All options, as JSON can say them, and those of the parameterization."""

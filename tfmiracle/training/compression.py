@@ -351,8 +351,9 @@ class _Phases:
         model = VariationalModel(net, recipe.posterior, **self._options)
         if recipe.curvature_steps and not self._run.goes_on:
             batches = self._batches("variational", 0).take(recipe.curvature_steps)
-            loss = self._objective.loss
-            found = curvature(model, batches, loss, recipe.seed)
+            objective = self._objective
+            losses = objective.loss, objective.loss_weights
+            found = curvature(model, batches, *losses, recipe.seed)
             model.block_posterior.observe(found)
         rate = self._schedule(recipe.learning_rates[0], recipe.train_steps)
         self._objective.compile(model, rate)

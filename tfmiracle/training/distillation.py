@@ -32,7 +32,7 @@ def soft_loss(loss=None):
     """
 
     def soft(loss):
-        name, from_logits = _cross_entropy(loss)
+        name, from_logits = cross_entropy(loss)
         return _SOFT[name](from_logits) if name else keras.losses.MeanSquaredError()
 
     return tf.nest.map_structure(soft, "mse" if loss is None else loss)
@@ -53,20 +53,19 @@ def relabel(data, teacher: keras.Model, loss=None, batch_size: int = 64):
     """
 
     def probabilities(loss):
-        name, from_logits = _cross_entropy(loss)
+        name, from_logits = (None, False) if loss is None else cross_entropy(loss)
         if not from_logits:
             return lambda y: y
         return keras.ops.sigmoid if name == "binary_crossentropy" else keras.ops.softmax
 
-    functions = tf.nest.map_structure(probabilities, "mse" if loss is None else loss)
-
     def labels(x):
         outputs = in_whole_batches(teacher, x, training=False)
-        if callable(functions):
-            return tf.nest.map_structure(functions, outputs)
-        return tf.nest.map_structure(
-            lambda y, function: function(y), outputs, functions, check_types=False
-        )
+        losses = losses_of(teacher, outputs, loss)
+        flat = [
+            probabilities(one)(y)
+            for one, y in zip(losses, tf.nest.flatten(outputs), strict=True)
+        ]
+        return tf.nest.pack_sequence_as(outputs, flat)
 
     if data is None:
         return None
@@ -80,61 +79,36 @@ def relabel(data, teacher: keras.Model, loss=None, batch_size: int = 64):
     return x, y, *rest[1:]
 
 
-def sampled_labels(outputs, loss, seed) -> list[tuple]:
-    """Labels drawn from what a network says.
+def losses_of(model: keras.Model, outputs, loss) -> list:
+    """The loss of each output, in the order of `tf.nest.flatten(outputs)`.
 
     Args:
-      outputs: float32 outputs of the network.
-      loss: a loss for all of them, or a structure like that of `outputs`, see
-        `soft_loss`. Where it is no cross-entropy, labels are normal, of mean `outputs`
-        and variance 1.
-      seed: two integers, which decide what is drawn.
-
-    Returns:
-      For each output that has a loss: the loss that compares it with its labels, the
-      labels, float32 like the output (those of classes are one-hot rows), and the
-      output.
+      model: whose outputs they are.
+      outputs: a tensor or a structure of them.
+      loss: one loss for all, or a structure like `outputs`, or a dictionary by the
+        names of outputs. An output that has none there has None.
 
     Raises:
       ValueError: if there are several losses, but not one for each output.
     """
     flat = tf.nest.flatten(outputs)
-    if isinstance(loss, dict) and isinstance(outputs, dict):
-        loss = {name: loss.get(name) for name in outputs}
-    losses = tf.nest.flatten("mse" if loss is None else loss)
-    losses = losses * len(flat) if len(losses) == 1 else losses
+    if isinstance(loss, dict):
+        names = getattr(model, "output_names", None) or []
+        if isinstance(outputs, dict):
+            names = sorted(outputs)  # as `flatten` has them
+        losses = [loss.get(name) for name in names]
+    else:
+        losses = tf.nest.flatten("mse" if loss is None else loss)
+        losses = losses * len(flat) if len(losses) == 1 else losses
     if len(losses) != len(flat):
         raise ValueError(
             f"`loss` must be one loss, or one for each of the {len(flat)} outputs, "
             f"arranged as they are. Received: loss={loss!r}"
         )
-    return [
-        (
-            soft_loss(one),
-            _draw(tf.stop_gradient(y), one, tf.random.fold_in(seed, 2 * i + 1)),
-            y,
-        )
-        for i, (y, one) in enumerate(zip(flat, losses, strict=True))
-        if one is not None
-    ]
+    return losses
 
 
-def _draw(outputs, loss, seed):
-    name, from_logits = _cross_entropy(loss)
-    if name is None:
-        return outputs + tf.random.stateless_normal(tf.shape(outputs), seed)
-    if name == "binary_crossentropy":
-        p = tf.sigmoid(outputs) if from_logits else outputs
-        return tf.cast(tf.random.stateless_uniform(tf.shape(p), seed) < p, tf.float32)
-    classes = outputs.shape[-1]
-    logits = tf.reshape(outputs, [-1, classes])
-    if not from_logits:
-        logits = tf.math.log(tf.maximum(logits, 1e-30))
-    drawn = tf.random.stateless_categorical(logits, 1, seed)
-    return tf.reshape(tf.one_hot(drawn[:, 0], classes), tf.shape(outputs))
-
-
-def _cross_entropy(loss):
+def cross_entropy(loss) -> tuple[str | None, bool]:
     """Name of a cross-entropy, or None, and whether it takes logits."""
     loss = keras.losses.get(loss)
     if isinstance(loss, keras.losses.Loss):
