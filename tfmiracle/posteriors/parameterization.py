@@ -87,20 +87,21 @@ def _initial_budget(default):
     )
 
 
-@options
-class ExactBudget(Parameterization):
-    """Meets the budget by construction, which may be larger at first.
-
-    See `tfmiracle.posteriors.exact_budget.ExactBudgetPosterior`.
-    """
-
-    initial_budget: float = _initial_budget(1.0)
-    annealing_steps: int | None = option(
+def _annealing_steps():
+    return option(
         None,
         "calls in training in which the budget falls; by default half of the steps of "
         "variational training in `compress`, 1000 elsewhere.",
         or_none(integer(1)),
     )
+
+
+class ExactBudget(Parameterization):
+    """Meets the budget by construction, which may be larger at first.
+
+    See `tfmiracle.posteriors.exact_budget.ExactBudgetPosterior`. A class of it has the
+    options `initial_budget` and `annealing_steps`.
+    """
 
     def meaning(self) -> "ExactBudget":
         return dataclasses.replace(self, initial_budget=1.0, annealing_steps=None)
@@ -124,6 +125,8 @@ class MeanKL(ExactBudget):
     quota_rate: float = option(
         5.0, "learning rate of the quota logits relative to the means.", POSITIVE
     )
+    initial_budget: float = _initial_budget(1.0)
+    annealing_steps: int | None = _annealing_steps()
 
     def posterior(self, layout, **options):
         module = importlib.import_module("tfmiracle.posteriors.mean_kl_posterior")
@@ -141,12 +144,13 @@ class Sites(ExactBudget):
     identifier: ClassVar[str] = "sites"
     learning_rate: ClassVar[float] = 5e-3
     observes: ClassVar[bool] = True
-    initial_budget: float = _initial_budget(4.0)
     precision_rate: float = option(
         8.0,
         "learning rate of the log precisions of sites relative to their means.",
         POSITIVE,
     )
+    initial_budget: float = _initial_budget(4.0)
+    annealing_steps: int | None = _annealing_steps()
 
     def posterior(self, layout, **options):
         module = importlib.import_module("tfmiracle.posteriors.sites_posterior")
