@@ -1,5 +1,6 @@
 """The posterior Q over the effective weights, in blocks."""
 
+import math
 from collections.abc import Sequence
 
 import keras
@@ -96,6 +97,11 @@ class BlockPosterior(keras.layers.Layer):
     def code(self) -> RandomCode:
         """The random code of the blocks."""
         return self.coder.code
+
+    @property
+    def kl_nats(self) -> float:
+        """The budget of a block, `kl_bits`, in nats."""
+        return self.kl_bits * math.log(2)
 
     @property
     def block_shape(self) -> tuple[int, int]:

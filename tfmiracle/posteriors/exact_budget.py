@@ -1,7 +1,5 @@
 """Q whose KL is the budget, whatever its parameters."""
 
-import math
-
 import numpy as np
 import tensorflow as tf
 
@@ -30,11 +28,6 @@ class ExactBudgetPosterior(BlockPosterior):
         initial = self.parameterization.initial_budget
         # In multiples of `kl_bits`; a parameter of `_standardize`.
         self._budget = self._add("budget", (layout.num_blocks, 1), False, initial)
-
-    @property
-    def kl_nats(self) -> float:
-        """The budget of a block at last, in nats."""
-        return self.kl_bits * math.log(2)
 
     def call(self, training: bool | None = None) -> list[tf.Tensor]:
         values = super().call(training)

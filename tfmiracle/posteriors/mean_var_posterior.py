@@ -1,7 +1,5 @@
 """Q by mean and log standard deviation."""
 
-import math
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -94,7 +92,7 @@ class MeanVarPosterior(BlockPosterior):
             parameters, of_slot(log_scale, tensors.scale_index), tensors.mask
         )
         kl = tf.reduce_sum(kl_from_standardized(*q), -1)
-        over = kl > self.kl_bits * math.log(2)
+        over = kl > self.kl_nats
         factor = 1.0 + self.parameterization.beta_rate
         annealed = tf.clip_by_value(
             tf.where(over, beta * factor, beta / factor), *_BETA_RANGE
